@@ -6,7 +6,8 @@ What makes these kernels fast is an order that ptxas is free to change: arithmet
 in flight. `order` tells what a loop does in which order, `sums` how much is added before each wait. `hazards` finds
 instructions that touch the registers of a product in flight: in each loop, also over its back edge, and in the whole
 code as it lies there. `n_loads` is compared with what Triton's passes leave of them: those of 3.6 and 3.7 take values
-that are carried by a loop and only bound an inner one for dead, and their loads too.
+that are carried by a loop and only bound an inner one for dead, and their loads too. `scratch` is what needs shared
+memory before warp specialization: the arguments of partitions come to lie there, and Triton 3.6 has no barrier between.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import compiling
 import sass
 
 SPILL = ("LDL", "STL")
+SCRATCH = re.compile(r"\b(?:tt\.(?:reduce|scan|gather|histogram|atomic_\w+|call)|ttg\.convert_layout)\b")
 # Long enough for the tiles of long sequences, but for one.
 SHAPES = {name: replace(compiling.SHAPES[name], length=32768) for name in ("64/4/128", "32/8/128 varlen", "32/8/64")}
 SHAPES["12/2/128"] = compiling.Shape(12, 2, 128, 128, length=32768)
@@ -50,6 +52,7 @@ class Compiled:
     waits: int
     overwritten: list[str]
     lost_loads: int
+    scratch: list[str]
     hazards: list[str]
     loops: list[Loop] = field(default_factory=list)
 
@@ -145,6 +148,12 @@ def n_loads(source: str) -> int:
     return count(next(iter(functions)))
 
 
+def scratch(ttgir: str) -> list[str]:
+    """Operations before warp specialization, where there is any, that need shared memory of their own."""
+    before, specialized, _ = ttgir.partition("ttg.warp_specialize(")
+    return SCRATCH.findall(before) if specialized else []
+
+
 class Recorder(compiling.Recorder):
     """Reads the loops of what is compiled."""
 
@@ -162,6 +171,7 @@ class Recorder(compiling.Recorder):
             *sass.products_and_waits(text),
             sass.overwritten(text),
             n_loads(kernel.asm["source"]) - kernel.asm["ttgir"].count("tt.load "),
+            scratch(kernel.asm["ttgir"]),
             hazards(sass.instructions(text)),
             read(text),
         )

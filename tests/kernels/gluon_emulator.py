@@ -10,8 +10,8 @@ load by threads after a store by threads needs a barrier; a TMA store or a produ
 fence and then a barrier; a write, by threads or TMA, of what the same partition has read needs the read to be waited
 for and a barrier.
 
-Not seen: layouts, registers, and whether all warps of a partition are done with a buffer when it arrives at an
-mbarrier.
+Not seen: layouts, registers, scratch that Triton allocates, and whether all warps of a partition are done with a buffer
+when it arrives at an mbarrier.
 """
 
 from __future__ import annotations

@@ -2,16 +2,17 @@
 
 The results of `block_backward_kernel` in `triton/selected/backward.py`, with the same segments and the same places of
 partial gradients. A CTA owns a segment: one warpgroup holds a block's 64 keys and streams the rows of the queries that
-selected it, 64 at a time. Two warps load rows, of `q` and of `do`, and a third stores their partial `dq`, which leaves
-through the buffer that the queries came in. A step of the warpgroup, transposed, keys down and rows across:
+selected it, 64 at a time. Two warps load rows by TMA, of `q` and of `do`, and a third stores their partial `dq`, which
+leaves through the buffer that the queries came in. A step of the warpgroup, transposed, keys down and rows across:
 
     issue S^T = K Q^T, issue dP^T = V dO^T, wait for S^T
     P^T = exp2(S^T - lse)            while dP^T is being computed
     wait for dP^T, dS^T = P^T (dP^T - delta)
     issue dV += P^T dO, issue dK += dS^T Q
+    request LSE and delta of the next rows
     dS^T to shared memory            while dV and dK are being computed
     wait for both, issue dQ = dS K, wait for it
-    dQ into the buffer of Q
+    LSE and delta to shared memory, dQ into the buffer of Q
 
 A step multiplies for 1,280 cycles and moves 192 KB through shared memory, which takes 128 bytes a cycle: 64 KB for the
 two scores, 32 KB for dV and dK, whose left operands are in registers, 24 KB for dQ, the rest for what comes and goes.
@@ -60,32 +61,19 @@ def boxes_of(x_s, desc, H: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
 
 @gluon.jit
 def gather_rows(
-    W: gl.constexpr, x, y, p_statistic, p_pair, x_s, y_s, statistic_s, seen_s, y_full, full, free,
-    i_b, i_g, i_key, i_first, n_pairs, padding, factor,
+    x, y, p_pair, x_s, y_s, y_full, full, free, i_b, i_g, i_key, n_pairs,
     H: gl.constexpr, N_SELECT: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warp: requests the block's keys, then tiles of queries as soon as a buffer is free, and stores their LSEs and
-    how many of the keys each row sees. With W the block's values, and tiles of `do` with their deltas.
-
-    `padding`: the statistic of rows past the end, which are the last query's. Others are multiplied by `factor`.
-    """
+    """One warp: requests the block's tile of `y`, then tiles of rows of `x` as soon as a buffer is free. Rows past the
+    end are the last query's."""
     QUERIES: gl.constexpr = BLOCK_M // H
     x_box = boxes_of(x_s, x, H, BLOCK_M, D, STAGES)
-    o_row = gl.arange(0, BLOCK_M, gl.BlockedLayout([2], [32], [1], [0]))
     if n_pairs > 0:
         mbarrier.expect(y_full, y.block_type.nbytes)
         tma.async_copy_global_to_shared(y, [i_b, i_key, i_g, 0], y_full, y_s)
     for step in range((n_pairs + QUERIES - 1) // QUERIES):
         slot = step % STAGES
-        # Before the wait, which hides how long they take.
-        o_pair = step * QUERIES + o_row // H
-        b_t = gl.load(p_pair + gl.minimum(o_pair, n_pairs - 1)) // N_SELECT
-        b_statistic = gl.load(p_statistic + b_t * H + o_row % H, mask=o_pair < n_pairs, other=padding) * factor
         mbarrier.wait(free.index(slot), ((step // STAGES) & 1) ^ 1)
-        statistic_s.index(slot).store(b_statistic)
-        if W == 0:
-            seen_s.index(slot).store(b_t - i_first + 1)
-        barrier()
         mbarrier.expect(full.index(slot), 2 * QUERIES * x.block_type.nbytes)
         for i in gl.static_range(QUERIES):
             i_t = gl.load(p_pair + gl.minimum(step * QUERIES + i, n_pairs - 1)) // N_SELECT
@@ -116,11 +104,36 @@ def scatter_rows(
 
 
 @gluon.jit
+def load_row_pairs(p_pair, step, n_pairs, H: gl.constexpr, BLOCK_M: gl.constexpr, layout: gl.constexpr):
+    """The pair of each row of a tile; 0 past the end."""
+    o_pair = step * (BLOCK_M // H) + gl.arange(0, BLOCK_M, layout) // H
+    # The minimum changes no result: LLVM would keep a pointer of 64 bits per thread through the loop.
+    return gl.load(p_pair + gl.minimum(o_pair, n_pairs - 1), mask=o_pair < n_pairs, other=0)
+
+
+@gluon.jit
+def load_statistics(
+    p_lse2, p_delta, b_t, step, n_pairs, i_statistic, H: gl.constexpr, BLOCK_M: gl.constexpr, layout: gl.constexpr
+):
+    """LSE and delta of each row of a tile, whose queries are `b_t`; past the end those of a row without gradients."""
+    o_row = gl.arange(0, BLOCK_M, layout)
+    m_row = step * (BLOCK_M // H) + o_row // H < n_pairs
+    o_statistic = i_statistic + (b_t * H + o_row % H)
+    b_lse2 = gl.load(p_lse2 + o_statistic, mask=m_row, other=float("inf"))
+    return b_lse2, gl.load(p_delta + o_statistic, mask=m_row, other=0.0)
+
+
+@gluon.jit
 def differentiate_rows(
-    k_w, v_w, b_dk, b_dv, q_s, do_s, lse2_s, delta_s, seen_s, ds_s, full, done, zero, zero_dq, step, n_masked,
-    scale, scale_log2, s_layout: gl.constexpr, o_layout: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    k_w, v_w, b_dk, b_dv, b_pair, p_pair, p_lse2, p_delta, q_s, do_s, lse2_s, delta_s, seen_s, ds_s, full, done,
+    zero, zero_dq, step, n_pairs, i_first, i_statistic, scale, scale_log2,
+    s_layout: gl.constexpr, o_layout: gl.constexpr, row_layout: gl.constexpr,
+    H: gl.constexpr, N_SELECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Adds to `b_dk`, `b_dv` what comes of a tile of rows, and leaves its partial `dq` where its queries were."""
+    """Adds to `b_dk`, `b_dv` what comes of a tile of rows, and leaves its partial `dq` where its queries were.
+
+    `b_pair`: the pairs of the next tile, whose statistics are loaded here; returns those of the one after it.
+    """
     column: gl.constexpr = gl.SliceLayout(0, s_layout)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     slot = step % STAGES
@@ -130,14 +143,17 @@ def differentiate_rows(
     mbarrier.wait(full.index(slot), (step // STAGES) & 1)
     b_st = warpgroup_mma(k_w, q_w.permute([1, 0]), zero, use_acc=False, is_async=True)
     b_dpt = warpgroup_mma(v_w, do_w.permute([1, 0]), zero, use_acc=False, is_async=True)
-    b_lse2 = lse2_s.index(slot).load(column)
+    # The minimum as in `load_row_pairs`.
+    i_t = gl.load(p_pair + gl.minimum(step * (BLOCK_M // H), n_pairs - 1)) // N_SELECT
+    b_lse2 = lse2_s.index(0).load(column)
     b_st = warpgroup_mma_wait(1, deps=[b_st])
     # [BLOCK_N, BLOCK_M]
     b_p = gl.exp2(b_st * scale_log2 - b_lse2[None, :])
-    if step < n_masked:
+    # Queries inside the block itself come first, and alone need a mask.
+    if i_t < i_first + BLOCK_N - 1:
         o_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, s_layout))
-        b_p = gl.where(o_n[:, None] < seen_s.index(slot).load(column)[None, :], b_p, 0.0)
-    b_delta = delta_s.index(slot).load(column)
+        b_p = gl.where(o_n[:, None] < seen_s.index(0).load(column)[None, :], b_p, 0.0)
+    b_delta = delta_s.index(0).load(column)
     b_dpt = warpgroup_mma_wait(0, deps=[b_dpt])
     # With the scale in it, so that neither `dk` nor `dq` needs it again.
     b_ds = (b_p * (b_dpt * scale - b_delta[None, :])).to(q_s.dtype)
@@ -145,55 +161,75 @@ def differentiate_rows(
     b_dv = warpgroup_mma(b_pt, do_w, b_dv, is_async=True)
     b_dst = gl.convert_layout(b_ds, p_layout)
     b_dk = warpgroup_mma(b_dst, q_w, b_dk, is_async=True)
+    # They come while products are computed, of pairs that came a step ago.
+    b_t = b_pair // N_SELECT
+    b_next_lse2, b_next_delta = load_statistics(
+        p_lse2, p_delta, b_t, step + 1, n_pairs, i_statistic, H, BLOCK_M, row_layout
+    )
+    b_pair = load_row_pairs(p_pair, step + 2, n_pairs, H, BLOCK_M, row_layout)
     ds_w.store(b_ds)
     fence_async_shared()
+    # Every warp has stored dS, and loaded what belongs to this tile's rows.
     barrier()
+    seen_s.index(0).store(b_t - i_first + 1)
     # The operands in registers too: ptxas may reuse them under a matmul in flight unless the wait depends on them.
     b_dk, b_dv, b_pt, b_dst = warpgroup_mma_wait(0, deps=[b_dk, b_dv, b_pt, b_dst])
     # [BLOCK_M, D]
     b_dq = warpgroup_mma(ds_w.permute([1, 0]), k_w, zero_dq, use_acc=False, is_async=True)
     b_dq = warpgroup_mma_wait(0, deps=[b_dq])
-    # Every warp is done with the queries and with dS.
+    lse2_s.index(0).store(b_next_lse2)
+    delta_s.index(0).store(b_next_delta * scale)
+    # Every warp is done with the queries and with dS. The statistics are loaded after the next barrier.
     barrier()
     q_w.store(b_dq.to(q_s.dtype))
     fence_async_shared()
     barrier()
     mbarrier.arrive(done.index(slot), count=1)
-    return b_dk, b_dv
+    return b_dk, b_dv, b_pair
 
 
 @gluon.jit
 def consume_segment(
-    p_dk, p_dv, q_s, do_s, kv_s, lse2_s, delta_s, seen_s, ds_s, kv_full, full, done,
-    i_key, i_end, n_masked, n_pairs, scale, scale_log2,
-    H: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    VARLEN: gl.constexpr,
+    p_dk, p_dv, p_pair, p_lse2, p_delta, q_s, do_s, kv_s, lse2_s, delta_s, seen_s, ds_s, kv_full, full, done,
+    i_key, i_end, i_first, i_statistic, n_pairs, scale, scale_log2,
+    H: gl.constexpr, N_SELECT: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: the block against all rows of the segment, of which the first `n_masked` tiles need a mask.
+    """A warpgroup: the block, whose first key is `i_first` counted as queries are, against all rows of the segment.
 
-    One loop: with another for those, ptxas keeps more across them than there are registers.
+    One loop: with another for the tiles that need a mask, ptxas keeps more across them than there are registers.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     k_w = kv_s.index(0).reshape([BLOCK_N, D])
     v_w = kv_s.index(1).reshape([BLOCK_N, D])
+    # A row per thread, twice.
+    row_layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, s_layout)
     zero_dq = gl.zeros([BLOCK_M, D], gl.float32, o_layout)
     b_dk = gl.zeros([BLOCK_N, D], gl.float32, o_layout)
     b_dv = gl.zeros([BLOCK_N, D], gl.float32, o_layout)
+    b_t = load_row_pairs(p_pair, 0, n_pairs, H, BLOCK_M, row_layout) // N_SELECT
+    b_lse2, b_delta = load_statistics(p_lse2, p_delta, b_t, 0, n_pairs, i_statistic, H, BLOCK_M, row_layout)
+    b_pair = load_row_pairs(p_pair, 1, n_pairs, H, BLOCK_M, row_layout)
+    seen_s.index(0).store(b_t - i_first + 1)
+    lse2_s.index(0).store(b_lse2)
+    delta_s.index(0).store(b_delta * scale)
+    barrier()
     if n_pairs > 0:
         mbarrier.wait(kv_full, 0)
         if VARLEN:  # noqa: SIM102
             # Another document's keys follow, whose values must not reach a matmul.
             if i_end < i_key + BLOCK_N:
-                row_layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-                m_seen = (i_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, row_layout)) < i_end)[:, None]
-                clear_unseen(k_w, m_seen, row_layout)
-                clear_unseen(v_w, m_seen, row_layout)
+                key_layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+                m_seen = (i_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, key_layout)) < i_end)[:, None]
+                clear_unseen(k_w, m_seen, key_layout)
+                clear_unseen(v_w, m_seen, key_layout)
     for step in range((n_pairs * H + BLOCK_M - 1) // BLOCK_M):
-        b_dk, b_dv = differentiate_rows(
-            k_w, v_w, b_dk, b_dv, q_s, do_s, lse2_s, delta_s, seen_s, ds_s, full, done, zero, zero_dq, step, n_masked,
-            scale, scale_log2, s_layout, o_layout, BLOCK_N, STAGES,
+        b_dk, b_dv, b_pair = differentiate_rows(
+            k_w, v_w, b_dk, b_dv, b_pair, p_pair, p_lse2, p_delta, q_s, do_s, lse2_s, delta_s, seen_s, ds_s, full, done,
+            zero, zero_dq, step, n_pairs, i_first, i_statistic, scale, scale_log2, s_layout, o_layout, row_layout,
+            H, N_SELECT, BLOCK_M, BLOCK_N, STAGES,
         )  # fmt: skip
     o_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, o_layout))
     o_out = (o_n * D)[:, None] + gl.arange(0, D, gl.SliceLayout(0, o_layout))[None, :]
@@ -219,9 +255,10 @@ def hopper_block_backward_kernel(
     do_s = gl.allocate_shared_memory(q.dtype, [STAGES, BLOCK_M, D], tile_layout)
     ds_s = gl.allocate_shared_memory(q.dtype, [1, BLOCK_N, BLOCK_M], tile_layout)
     kv_s = gl.allocate_shared_memory(q.dtype, [2, 1, BLOCK_N, 1, D], k.layout)
-    lse2_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], row_layout)
-    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], row_layout)
-    seen_s = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M], row_layout)
+    # LSE and delta of a tile's rows, and how many of the keys each row sees.
+    lse2_s = gl.allocate_shared_memory(gl.float32, [1, BLOCK_M], row_layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [1, BLOCK_M], row_layout)
+    seen_s = gl.allocate_shared_memory(gl.int32, [1, BLOCK_M], row_layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -248,26 +285,22 @@ def hopper_block_backward_kernel(
     i_key, i_end = locate_block(i_item % n_blocks, n_keys, p_first_token, p_end_token, BLOCK_N, VARLEN)
     # Counted as queries are.
     i_first = i_key - query_start(p_start, max_start, i_b)
-    # Queries inside the block itself come first, and alone need a mask.
-    o_pair = gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [4], [0]))
-    b_pair = gl.load(p_pair + o_pair, mask=o_pair < n_pairs, other=2147483647)
-    n_inside = gl.sum((b_pair // N_SELECT < i_first + BLOCK_N - 1).to(gl.int32), 0)
-    n_masked = (n_inside * H + BLOCK_M - 1) // BLOCK_M
-    p_lse2 += gl.cast(i_row, gl.int64) * n_rows_padded
-    p_delta += gl.cast(i_row, gl.int64) * n_rows_padded
+    i_statistic = gl.cast(i_row, gl.int64) * n_rows_padded
     p_dk += gl.cast(i_segment, gl.int64) * (BLOCK_N * D)
     p_dv += gl.cast(i_segment, gl.int64) * (BLOCK_N * D)
     # Of the partial `dq`: pairs of this row of the chunk follow those of the rows before.
     i_first_pair = (query_0 - i_local * n_queries) * N_SELECT
+    # Nothing before this may need scratch in shared memory, as a reduction does: there Triton 3.6 puts the partitions'
+    # arguments, without a barrier before it.
     gl.warp_specialize(
         [
-            (consume_segment, (p_dk, p_dv, q_s, do_s, kv_s, lse2_s, delta_s, seen_s, ds_s, kv_full, full, done,
-                               i_key, i_end, n_masked, n_pairs, scale, scale_log2,
-                               H, D, BLOCK_M, BLOCK_N, STAGES, VARLEN)),
-            (gather_rows, (0, q, k, p_lse2, p_pair, q_s, kv_s.index(0), lse2_s, seen_s, kv_full, full, free,
-                           i_b, i_g, i_key, i_first, n_pairs, float("inf"), 1.0, H, N_SELECT, D, BLOCK_M, STAGES)),
-            (gather_rows, (1, do, v, p_delta, p_pair, do_s, kv_s.index(1), delta_s, seen_s, kv_full, full, free,
-                           i_b, i_g, i_key, i_first, n_pairs, 0.0, scale, H, N_SELECT, D, BLOCK_M, STAGES)),
+            (consume_segment, (p_dk, p_dv, p_pair, p_lse2, p_delta, q_s, do_s, kv_s, lse2_s, delta_s, seen_s, ds_s,
+                               kv_full, full, done, i_key, i_end, i_first, i_statistic, n_pairs, scale, scale_log2,
+                               H, N_SELECT, D, BLOCK_M, BLOCK_N, STAGES, VARLEN)),
+            (gather_rows, (q, k, p_pair, q_s, kv_s.index(0), kv_full, full, free, i_b, i_g, i_key, n_pairs,
+                           H, N_SELECT, D, BLOCK_M, STAGES)),
+            (gather_rows, (do, v, p_pair, do_s, kv_s.index(1), kv_full, full, free, i_b, i_g, i_key, n_pairs,
+                           H, N_SELECT, D, BLOCK_M, STAGES)),
             (scatter_rows, (dq, p_pair, q_s, done, free, i_first_pair, n_pairs, H, D, BLOCK_M, STAGES)),
         ],
         [1, 1, 1],
