@@ -69,9 +69,11 @@ def test_every_kernel_is_sanitized(launches: Launches) -> None:
     assert max(launches.values("hopper_dkv_kernel", "n_written")) > 0
     for argument in ("SLIDING", "VARLEN", "ACCUMULATE"):
         assert launches.values("hopper_dq_kernel", argument) == {False, True}
-    assert launches.values("hopper_block_backward_kernel", "VARLEN") == {False, True}
+    by_block = ("hopper_block_kernel", "hopper_block_backward_kernel")
+    for kernel in by_block:
+        assert launches.values(kernel, "VARLEN") == {False, True}
     # Queries that start at a position of their own.
-    for kernel in ("hopper_forward_kernel", "hopper_dkv_kernel", "hopper_block_backward_kernel"):
+    for kernel in ("hopper_forward_kernel", "hopper_dkv_kernel", *by_block):
         assert {start is None for start in launches.values(kernel, "p_start")} == {False, True}
 
 

@@ -208,6 +208,8 @@ def compile_shape(shape: compiling.Shape, recorder: Recorder) -> None:
             getattr(ranged, f"{name}_backward")(upstream, Saved(q, k, v, do, lse), branch)
     indices = torch.zeros(1, n_queries, shape.groups, 16, dtype=torch.int32)
     with recorder.at("selected"):
+        # The method of longer sequences, where this one is read densely.
+        selected.selected_forward(q, k, v, indices, Selected(sequences, 64, 0.1), method="block")
         selected.selected_backward(upstream, Saved(q, k, v, do, lse, indices), Selected(sequences, 64, 0.1))
     with recorder.at("fused"):
         over = attention_branches(q, None, None, None, 32, 16, 64, 16, 1, 2, 512, 0.1)

@@ -7,6 +7,7 @@ of partials) its interpreter. Tiles are small, so that short sequences have seve
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -37,7 +38,7 @@ from nsa.backends.gluon.tiles import (
 )
 from nsa.backends.problem import Problem
 from nsa.backends.routing import FailureReason, Router
-from nsa.backends.triton import branches
+from nsa.backends.triton import branches, selected
 from nsa.backends.triton.decode.plan import plan_decode
 from nsa.backends.triton.launch import COLLECTING, Launch, Layout, layout, new_layout
 from nsa.backends.triton.tiles import BackwardTile, Visibility
@@ -379,6 +380,7 @@ def on_gpu(usable: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Problem]:
         device="cuda",
     )  # fmt: skip
     branches.runs_together.cache_clear()
+    selected.plan_forward.cache_clear()
     plan_decode.cache_clear()
 
 
@@ -441,6 +443,30 @@ def test_explain_reports_the_selected_backward_pass(
     trained = dataclasses.replace(on_gpu, **{"backward": True, **other})
     assert ("selected backward" in str(router.explain(trained, select_block=select_block))) == in_gluon
     assert "selected backward" not in str(router.explain(on_gpu))
+
+
+@pytest.mark.parametrize(
+    ("other", "select_block", "in_gluon"),
+    [
+        ({}, 64, True),
+        ({"varlen": True}, 64, True),
+        ({"cached": True, "n_queries": 2048}, 64, True),
+        # Read densely.
+        ({"n_queries": 4096, "n_keys": 4096}, 64, False),
+        ({}, 32, False),
+        # Four heads per group, and so many that a pass goes by query.
+        ({"n_heads": 16}, 64, False),
+        ({"n_heads": 128}, 64, False),
+        ({"n_queries": 4, "cached": True}, 64, False),
+    ],
+    ids=str,
+)
+def test_explain_reports_the_selected_forward_pass(
+    other: dict[str, Any], select_block: int, in_gluon: bool, on_gpu: Problem
+) -> None:
+    problem = dataclasses.replace(on_gpu, **other)
+    found = str(Router([backend], Settings()).explain(problem, select_block=select_block))
+    assert (re.search(r"selected forward\b", found) is not None) == in_gluon
 
 
 def test_explain_reports_triton_where_no_pass_is_in_gluon(on_gpu: Problem) -> None:

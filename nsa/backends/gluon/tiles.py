@@ -87,6 +87,19 @@ class FusedTile(Tile):
 
 
 @dataclass(frozen=True)
+class BlockForwardTile(Tile):
+    """Of the selected branch's forward pass: a warpgroup that owns a block of `block_n` keys, a warp that loads
+    `block_m` rows at a time into `num_stages` buffers, and one that stores their partial outputs from there; as many
+    CTAs share an SM as registers and shared memory allow."""
+
+    block_m: int = 64
+    block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 4
+    max_registers: int | None = 128
+
+
+@dataclass(frozen=True)
 class BlockTile(Tile):
     """Of the selected branch's backward pass: a warpgroup that owns a block of `block_n` keys, a warp that loads
     `block_m` rows at a time, and one that stores their `dq`; two CTAs share an SM. The rest as in
@@ -198,15 +211,24 @@ def pick_fused(
     return tile if described and fits else None
 
 
+def takes_blocks(rows: tuple[Layout, ...], k: Layout, v: Layout, select_block: int) -> bool:
+    """Whether the kernels of the selected branch that go by block fetch tensors with these `rows` of queries."""
+    n_groups, head_dim = k.shape[2], rows[0].shape[3]
+    if unsupported(capability(k.device), k.dtype, head_dim, v.shape[3]) or head_dim == 64:
+        return False
+    described = all(whole_queries(x, n_groups) for x in rows) and describable(k) and describable(v)
+    # A box of fewer rows is not swizzled as the tile is.
+    return described and rows[0].shape[2] // n_groups >= 8 and select_block == BlockTile().block_n
+
+
+def pick_block_forward(q: Layout, k: Layout, v: Layout, select_block: int) -> BlockForwardTile | None:
+    """The tile of the selected branch's forward pass by blocks; None where Triton's kernel runs."""
+    return BlockForwardTile() if takes_blocks((q,), k, v, select_block) else None
+
+
 def pick_blocks(do: Layout, q: Layout, k: Layout, v: Layout, select_block: int) -> BlockTile | None:
     """The tile of the selected branch's backward pass; None where Triton's kernel runs."""
-    tile, n_groups, head_dim = BlockTile(), k.shape[2], q.shape[3]
-    if unsupported(capability(q.device), q.dtype, head_dim, v.shape[3]) or head_dim == 64:
-        return None
-    described = all(whole_queries(x, n_groups) for x in (q, do)) and describable(k) and describable(v)
-    # A box of fewer rows is not swizzled as the tile is.
-    fits = q.shape[2] // n_groups >= 8 and select_block == tile.block_n
-    return tile if described and fits else None
+    return BlockTile() if takes_blocks((q, do), k, v, select_block) else None
 
 
 def layouts(problem: Problem) -> tuple[Layout, Layout]:

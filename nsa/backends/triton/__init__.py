@@ -45,7 +45,7 @@ GLUON_PLANS = {
     "ranged_forward": ("plan",),
     "ranged_backward": ("plan",),
     "branches": ("runs_together", "plan_forward"),
-    "selected": ("plan_backward",),
+    "selected": ("plan_forward", "plan_backward"),
     "decode.plan": ("plan_decode",),
 }
 
@@ -114,7 +114,7 @@ def kernel_set(
         return "Triton; those in Gluon are for CUDA GPUs of sm_90"
     # Imports Triton.
     from nsa.backends.gluon import tiles
-    from nsa.backends.triton import branches
+    from nsa.backends.triton import branches, selected
     from nsa.backends.triton.decode.plan import step_in_gluon
 
     why_not = tiles.unsupported(torch.cuda.get_device_capability(), problem.dtype, problem.d_k, problem.d_v)
@@ -129,6 +129,8 @@ def kernel_set(
         taken += [f"{op} {', '.join(passes)}"] if passes else []
     step = problem.cached and problem.n_queries <= MAX_STEP_TOKENS
     q, k = tiles.layouts(problem)
+    if "selected" in forward and not step and selected.forward_in_gluon(problem, select_block, n_select):
+        taken.append("selected forward")
     if "selected" in backward and not step and tiles.pick_blocks(q, q, k, k, select_block) is not None:
         taken.append("selected backward")
     shape = (problem.batch, problem.n_queries, problem.n_heads, problem.d_k)

@@ -21,7 +21,7 @@ from nsa.backends.gluon import tiles as gluon_tiles
 from nsa.backends.stages import profiling
 from nsa.backends.triton.launch import MAX_PLANS, Layout, layout, new_layout
 from nsa.backends.triton.ranged_backward import start_backward
-from nsa.backends.triton.selected import SelectedForwardTile, is_short, pick_forward, selected_backward
+from nsa.backends.triton.selected import SelectedForwardTile, is_short, pick_forward, pick_hopper, selected_backward
 from nsa.backends.triton.selected.common import run_length
 from nsa.backends.triton.selected.index import Shapes, block_tables
 from nsa.backends.triton.streams import forked, launching_on
@@ -79,7 +79,7 @@ def pick_together(
     blocks = replace(blocks, common_m=gluon_tiles.FusedTile().block_m)
     run = run_length(shapes.heads, blocks.common_m, shapes.select_block, shapes.n_select)
     tile = gluon_tiles.pick_fused(q, k, v, k_win, v_win, run, shapes.select_block)
-    return None if tile is None else (blocks, tile)
+    return None if tile is None else (pick_hopper(blocks, shapes), tile)
 
 
 @lru_cache(maxsize=MAX_PLANS)

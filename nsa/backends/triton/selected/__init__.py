@@ -17,12 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.backends.gluon.tiles import BlockTile, pick_blocks
+from nsa.backends.gluon.tiles import BlockTile, layouts, pick_block_forward, pick_blocks
+from nsa.backends.problem import Problem
 from nsa.backends.triton import tuning
-from nsa.backends.triton.launch import MAX_PLANS, Layout, layout
+from nsa.backends.triton.launch import MAX_PLANS, Layout, layout, new_layout
 from nsa.backends.triton.selected.backward import BlockBackward, SelectedBackwardTile
 from nsa.backends.triton.selected.dense import DenseForward, dense_tile
-from nsa.backends.triton.selected.forward import BlockForward, QueryForward, SelectedForwardTile
+from nsa.backends.triton.selected.forward import BlockForward, HopperForwardTile, QueryForward, SelectedForwardTile
 from nsa.backends.triton.selected.index import Shapes, block_tables, halve_blocks
 from nsa.backends.triton.tiles import capability, row_contiguous
 from nsa.sequences import Saved, Selected, Upstream
@@ -38,6 +39,12 @@ def pick_forward(
     if method not in ("query", "block"):
         raise ValueError(f"method is {method!r}; accepted: 'query', 'block', 'dense'")
     return tuning.pick_tile(f"selected-forward-{method}", SelectedForwardTile, gpu, d_k, d_v, dtype)
+
+
+def pick_hopper(tile: SelectedForwardTile, shapes: Shapes) -> SelectedForwardTile:
+    """The `tile` of `block`, with Gluon's kernel where that one runs."""
+    attend = pick_block_forward(shapes.q, shapes.k, shapes.v, shapes.select_block)
+    return tile if attend is None else HopperForwardTile(**vars(tile), attend=attend)
 
 
 def pick_backward(d_k: int, d_v: int, dtype: torch.dtype, gpu: tuple[int, int] = (9, 0)) -> SelectedBackwardTile:
@@ -110,7 +117,7 @@ def plan_forward(
     scale: float, tile: SelectedForwardTile | None, method: str | None,
 ) -> SelectedForwardPlan:  # fmt: skip
     shapes = Shapes(q, k, v, indices, select_block, n_documents, offset)
-    requested = tile is not None or method is not None
+    given, requested = tile is not None, tile is not None or method is not None
     other = None if method == "dense" else method
     tile = tile or pick_forward(shapes.heads, shapes.d_k, shapes.d_v, q.dtype, other, capability(q.device))
     shapes, halvings = fit_blocks(shapes, tile.max_block_keys)
@@ -124,9 +131,21 @@ def plan_forward(
         dense = dense_tile(shapes) if method == "dense" else None
         if dense is not None:
             run = DenseForward(shapes, scale, dense)
+        elif tile.method == "query":
+            run = QueryForward(shapes, scale, tile)
         else:
-            run = (QueryForward if tile.method == "query" else BlockForward)(shapes, scale, tile)
+            run = BlockForward(shapes, scale, tile if given else pick_hopper(tile, shapes))
     return SelectedForwardPlan(shape, shapes.select_block, halvings, run)
+
+
+def forward_in_gluon(problem: Problem, select_block: int, n_select: int) -> bool:
+    """Whether the plan of a forward pass over contiguous tensors has Gluon's kernel."""
+    q, k = layouts(problem)
+    indices = new_layout((*q.shape[:2], problem.n_groups, n_select), torch.int32, q.device)
+    # As many documents as any: they decide about sizes alone.
+    n_documents = 1 if problem.varlen else None
+    run = plan_forward(q, k, k, indices, select_block, n_documents, problem.cached, 1.0, None, None).run
+    return isinstance(run, BlockForward) and isinstance(run.tile, HopperForwardTile)
 
 
 def selected_forward(
@@ -136,7 +155,8 @@ def selected_forward(
     """`o [B, S, Hq, D_v]` and natural `lse [B, S, Hq]`, fp32, from `q [B, S, Hq, D_k]`, `k, v [B, N, G, D]` and
     `indices [B, S, G, n]`, int32, ascending and distinct, -1 for none.
 
-    `tile` and `method` ("query", "block" or "dense") take the place of the tuned and the fastest one.
+    `tile` and `method` ("query", "block" or "dense") take the place of the tuned and the fastest one. A `tile` is of
+    Triton's kernels, but for a `HopperForwardTile`.
     """
     sequences = branch.sequences
     cu_seqlens = sequences.cu_seqlens

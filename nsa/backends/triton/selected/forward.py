@@ -19,17 +19,21 @@ Rows of a segment are flattened, `r = pair * h + head`, so no tile is padded to 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.backends.gluon.tiles import BlockForwardTile
 from nsa.backends.triton.launch import Launch, Layout, strides
 from nsa.backends.triton.primitives import COUNTS, FLOOR, LN_2, LOG2_E, load_wide, online_softmax
 from nsa.backends.triton.selected.common import SplitPlan, common_launch
 from nsa.backends.triton.selected.index import Chunk, Shapes, Tables, index_plans, query_start
+
+if TYPE_CHECKING:
+    from nsa.backends.gluon.selected_forward import BlockForwardLaunch
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,13 @@ class SelectedForwardTile:
     common_stages: int = 3
     common_registers: int | None = None
     max_block_keys: int = 64
+
+
+@dataclass(frozen=True)
+class HopperForwardTile(SelectedForwardTile):
+    """Of `block`, with a Gluon kernel in the place of `block_kernel`. `attend`: its tile."""
+
+    attend: BlockForwardTile = BlockForwardTile()
 
 
 @triton.jit
@@ -323,7 +334,11 @@ class BlockForward:
         self.partials = (n_queries, shapes.n_select, heads, d_v)
         wide = needs_int64(n_queries * per_query * d_v, shapes.q)
 
-        def attend(chunk: Chunk) -> Launch:
+        def attend(chunk: Chunk) -> Launch | BlockForwardLaunch:
+            if isinstance(tile, HopperForwardTile):
+                from nsa.backends.gluon.selected_forward import BlockForwardLaunch
+
+                return BlockForwardLaunch(shapes, self.partials, chunk, scale, segment, tile.attend)
             return Launch(
                 block_kernel, (chunk.n_segments,), **shapes.attention, **shapes.last_start, **chunk.where,
                 scale_log2=scale * LOG2_E, n_items=chunk.n_items, n_blocks=shapes.n_blocks, n_keys=shapes.n_keys,
