@@ -41,10 +41,10 @@ RUN = {
     ("12/2/128", "selected"): set(),
     ("32/8/64", "selected"): set(),
     # Not varlen, there.
-    ("64/4/128", "fused"): {PARTIALS, FUSED},
+    ("64/4/128", "fused"): {FUSED},
     ("32/8/128 varlen", "fused"): {FUSED},
     ("16/2/128 varlen", "fused"): {PARTIALS, FUSED},
-    ("64/4/128 fp16 8k", "fused"): {PARTIALS, FUSED},
+    ("64/4/128 fp16 8k", "fused"): {FUSED},
     ("64/4/128 offset", "fused"): set(),
     ("32/8/64", "fused"): set(),
     ("12/2/128", "fused"): set(),

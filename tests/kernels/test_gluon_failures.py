@@ -115,13 +115,29 @@ def test_triton_s_kernels_run_a_backward_pass(failing: Callable[..., None]) -> N
     assert "hopper_dkv_kernel" in str(gluon.unavailable())
 
 
-def test_triton_s_kernel_runs_the_selected_backward_pass(failing: Callable[..., None]) -> None:
+def attend_first_blocks(length: int, n_select: int) -> tuple[list[Tensor], Callable[[], Tensor]]:
+    """Inputs of the selected branch, and the call that attends to their first blocks."""
     torch.manual_seed(0)
-    shapes = ((1, 70, 8, 128), (1, 70, 1, 128), (1, 70, 1, 128))
+    shapes = ((1, length, 8, 128), (1, length, 1, 128), (1, length, 1, 128))
     inputs = [torch.randn(shape, dtype=torch.float16).requires_grad_() for shape in shapes]
-    indices = torch.tensor([0, 1], dtype=torch.int32).expand(1, 70, 1, 2).contiguous()
-    indices[:, :64, :, 1] = -1
-    outputs = [ops.selected_attention(*inputs, indices, select_block=64, backend="triton")[0] for _ in range(2)]
+    own = (torch.arange(length) // 64)[None, :, None, None]
+    blocks = torch.arange(n_select).expand(1, length, 1, n_select)
+    indices = blocks.masked_fill(blocks > own, -1).int()
+    return inputs, lambda: ops.selected_attention(*inputs, indices, select_block=64, backend="triton")[0]
+
+
+def test_triton_s_kernel_runs_the_selected_forward_pass(failing: Callable[..., None]) -> None:
+    # Just longer than what is read densely.
+    _, attend_blocks = attend_first_blocks(length=261, n_select=1)
+    expected = attend_blocks()
+    failing()
+    assert all(torch.equal(attend_blocks(), expected) for _ in range(2))
+    assert "hopper_block_kernel" in str(gluon.unavailable())
+
+
+def test_triton_s_kernel_runs_the_selected_backward_pass(failing: Callable[..., None]) -> None:
+    inputs, attend_blocks = attend_first_blocks(length=70, n_select=2)
+    outputs = [attend_blocks() for _ in range(2)]
     expected = gradients(outputs[0], inputs)
     failing()
     assert all(map(torch.equal, gradients(outputs[1], inputs), expected))

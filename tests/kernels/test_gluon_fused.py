@@ -13,7 +13,7 @@ from torch import Tensor
 
 # First: it skips this file where kernels cannot run.
 from interpreted import INTERPRETED  # isort: skip
-from helpers import Case, assert_within_derived_tolerance, random_inputs, results
+from helpers import Case, Inputs, assert_within_derived_tolerance, random_inputs, results
 from helpers import branches as branches_of
 from op_arguments import attention_arguments
 from test_gluon import Emulator, emulator, poison
@@ -21,10 +21,10 @@ from test_gluon import Emulator, emulator, poison
 from nsa import reference
 from nsa.backends import gluon
 from nsa.backends import triton as backend
-from nsa.backends.gluon.tiles import FusedTile, pick_fused
+from nsa.backends.gluon.tiles import BlockForwardTile, FusedTile, pick_fused
 from nsa.backends.triton import branches, ranged_forward
 from nsa.backends.triton.launch import Launch, layout, new_layout
-from nsa.backends.triton.selected import SelectedForwardTile
+from nsa.backends.triton.selected import HopperForwardTile, SelectedForwardTile
 from nsa.backends.triton.selected.index import Shapes, block_tables
 from nsa.ops import fused
 from nsa.sequences import attention_branches
@@ -79,6 +79,25 @@ def offered(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emu
         plan.cache_clear()
 
 
+def check_both(case: Case, x: Inputs, tile: SelectedForwardTile) -> None:
+    over = branches_of(case)
+    shapes = Shapes(*map(layout, (x.q, x.k_sel, x.v_sel, x.indices)), case.select_block, None, False)
+    plan = selected_sliding.SelectedSlidingForward(
+        shapes, layout(x.k_win), layout(x.v_win), case.window, over.selected.scale, tile,
+        FusedTile(block_n=case.select_block, num_stages=2, ring=2),
+    )  # fmt: skip
+    o, o_win = torch.empty_like(x.q), torch.empty_like(x.q)
+    lse, lse_win = torch.empty(x.q.shape[:3]), torch.empty(x.q.shape[:3])
+    tables = block_tables(over.selected.sequences, case.length, case.select_block)
+    plan(x.q, x.k_sel, x.v_sel, x.indices, tables, o, lse, x.k_win, x.v_win, o_win, lse_win)
+    for branch, got in (("selected", (o, lse)), ("sliding", (o_win, lse_win))):
+        exact, plain = (results(reference, branch, x.to(dtype), case) for dtype in (torch.float64, FP16))
+        names = ("o", "lse")
+        assert_within_derived_tolerance(
+            dict(zip(names, got, strict=True)), {n: exact[n] for n in names}, {n: plain[n] for n in names}
+        )
+
+
 @pytest.mark.parametrize("forced", [False, True], ids=["any", "forced"])
 @pytest.mark.parametrize("spread", ["chunks", "at once", pytest.param("one CTA", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
@@ -90,24 +109,18 @@ def test_both_branches(
     x = random_inputs(case, FP16)
     if forced:
         x = replace(x, indices=draw_forced(case, x.indices))
-    over = branches_of(case)
-    shapes = Shapes(*map(layout, (x.q, x.k_sel, x.v_sel, x.indices)), case.select_block, None, False)
-    tile = SelectedForwardTile(block_m=16, segment=64, scratch=scratch, common_m=128)
-    plan = selected_sliding.SelectedSlidingForward(
-        shapes, layout(x.k_win), layout(x.v_win), case.window, over.selected.scale, tile,
-        FusedTile(block_n=case.select_block, num_stages=2, ring=2),
-    )  # fmt: skip
-    o, o_win = torch.empty_like(x.q), torch.empty_like(x.q)
-    lse, lse_win = torch.empty(x.q.shape[:3]), torch.empty(x.q.shape[:3])
-    tables = block_tables(over.selected.sequences, case.length, case.select_block)
-    plan(x.q, x.k_sel, x.v_sel, x.indices, tables, o, lse, x.k_win, x.v_win, o_win, lse_win)
+    check_both(case, x, SelectedForwardTile(block_m=16, segment=64, scratch=scratch, common_m=128))
     assert "hopper_selected_sliding_kernel" in emulator.launched
-    for branch, got in (("selected", (o, lse)), ("sliding", (o_win, lse_win))):
-        exact, plain = (results(reference, branch, x.to(dtype), case) for dtype in (torch.float64, FP16))
-        names = ("o", "lse")
-        assert_within_derived_tolerance(
-            dict(zip(names, got, strict=True)), {n: exact[n] for n in names}, {n: plain[n] for n in names}
-        )
+    assert "hopper_block_kernel" not in emulator.launched
+
+
+@pytest.mark.parametrize("scratch", [1, 1 << 20], ids=["chunks", "at once"])
+@pytest.mark.parametrize("name", ["h16", "h8, two groups"])
+def test_partials_from_gluon_s_kernel(name: str, scratch: int, emulator: Emulator) -> None:
+    attend = BlockForwardTile(block_m=32, block_n=16, num_stages=2)
+    tile = HopperForwardTile(segment=80, scratch=scratch, common_m=128, attend=attend)
+    check_both(CASES[name], random_inputs(CASES[name], FP16), tile)
+    assert {"hopper_selected_sliding_kernel", "hopper_block_kernel"} <= {*emulator.launched}
 
 
 # As short as one that is not read densely; a window longer than 32 bits can tell.
