@@ -149,7 +149,7 @@ def plan(length: int = 16384, heads: int = 64, select_block: int = 64, **given: 
 
 
 @pytest.mark.usefixtures("usable")
-def test_only_a_pass_by_block_for_which_no_tile_is_given_takes_it() -> None:
+def test_a_pass_by_block_without_a_given_tile_takes_it() -> None:
     assert isinstance(plan().tile, HopperForwardTile)
     assert isinstance(plan(method="block").tile, HopperForwardTile)
     # Read in halves.

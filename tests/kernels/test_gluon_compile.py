@@ -51,8 +51,8 @@ RUN = {
 }
 # Per loop. Forward: the softmax of one tile while the values of the one before are multiplied. dk, dv: the exponentials
 # while dP is computed, dS while dV is. dq is bound by memory; so is the fused kernel, which adds while it multiplies.
-# The selected forward: partial outputs leave while the next scores are computed. The selected backward: the exponentials
-# while dP is computed.
+# The selected forward: a partial output is written while the next scores are computed. The selected backward: the
+# exponentials while dP is computed.
 ORDER = {
     FORWARD: ["product", "wait 1", "exp", "wait 0"],
     KEYS: ["product", "wait 1", "exp", "product", "wait 1", "product", "wait 0"],

@@ -1,6 +1,6 @@
 """Kernels for Hopper (sm_90) in Gluon, the low-level language inside Triton: the forward and the backward pass of the
-compressed and the sliding branch, the selected and the sliding forward pass at once, the backward pass of the selected
-branch, and the compressed branch of a decode step of several tokens.
+compressed, the sliding and the selected branch, the selected and the sliding forward pass at once, and the compressed
+branch of a decode step of several tokens.
 
 They are no backend of their own. The launch plans of `backends/triton` take them where `tiles.py` has a tile for the
 problem, and Triton's kernels otherwise; results, layouts and tests are the same. Gluon's API changes with Triton, so

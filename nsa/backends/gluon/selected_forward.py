@@ -74,7 +74,7 @@ def pairs_of_tile(p_pair, step, o_m, n_pairs, H: gl.constexpr, BLOCK_M: gl.const
 
 
 @gluon.jit
-def attend_rows(
+def attend_queries(
     b_s, b_pair, i_pair, p_lse, p_pair, q_s, k_t, v_w, full, done, step, i_first, i_first_pair, n_pairs, scale_log2,
     zero_s, zero_o, s_layout: gl.constexpr, o_layout: gl.constexpr,
     H: gl.constexpr, N_SELECT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -120,7 +120,7 @@ def attend_rows(
 
 
 @gluon.jit
-def attend_segment_rows(
+def stream_queries(
     p_lse, p_pair, q_s, kv_s, kv_full, full, done, i_key, i_end, i_first, i_first_pair, n_pairs, scale_log2,
     H: gl.constexpr, N_SELECT: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, VARLEN: gl.constexpr,
@@ -150,11 +150,11 @@ def attend_segment_rows(
         b_s = warpgroup_mma_wait(0, deps=[b_s])
         last = (n_pairs - 1) // (BLOCK_M // H)
         for step in range(last):
-            b_s, b_pair, i_pair = attend_rows(
+            b_s, b_pair, i_pair = attend_queries(
                 b_s, b_pair, i_pair, p_lse, p_pair, q_s, k_t, v_w, full, done, step, i_first, i_first_pair, n_pairs,
                 scale_log2, zero_s, zero_o, s_layout, o_layout, H, N_SELECT, BLOCK_M, BLOCK_N, STAGES, False,
             )  # fmt: skip
-        attend_rows(
+        attend_queries(
             b_s, b_pair, i_pair, p_lse, p_pair, q_s, k_t, v_w, full, done, last, i_first, i_first_pair, n_pairs,
             scale_log2, zero_s, zero_o, s_layout, o_layout, H, N_SELECT, BLOCK_M, BLOCK_N, STAGES, True,
         )  # fmt: skip
@@ -202,8 +202,8 @@ def hopper_block_kernel(
     # Nothing above reduces over warps: the arguments below lie where that would be done.
     gl.warp_specialize(
         [
-            (attend_segment_rows, (p_lse, p_pair, q_s, kv_s, kv_full, full, done, i_key, i_end, i_first, i_first_pair,
-                                   n_pairs, scale_log2, H, N_SELECT, D, BLOCK_M, BLOCK_N, STAGES, VARLEN)),
+            (stream_queries, (p_lse, p_pair, q_s, kv_s, kv_full, full, done, i_key, i_end, i_first, i_first_pair,
+                              n_pairs, scale_log2, H, N_SELECT, D, BLOCK_M, BLOCK_N, STAGES, VARLEN)),
             (gather_queries, (q, k, v, p_pair, q_s, kv_s, kv_full, full, free, i_b, i_g, i_key, n_pairs,
                               H, N_SELECT, D, BLOCK_M, STAGES)),
             (scatter_rows, (partial, p_pair, q_s, done, free, i_first_pair, n_pairs, H, D, BLOCK_M, STAGES)),

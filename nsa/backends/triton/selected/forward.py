@@ -18,7 +18,7 @@ Rows of a segment are flattened, `r = pair * h + head`, so no tile is padded to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,7 +63,7 @@ class SelectedForwardTile:
 class HopperForwardTile(SelectedForwardTile):
     """Of `block`, with a Gluon kernel in the place of `block_kernel`. `attend`: its tile."""
 
-    attend: BlockForwardTile = BlockForwardTile()
+    attend: BlockForwardTile = field(default_factory=BlockForwardTile)
 
 
 @triton.jit
