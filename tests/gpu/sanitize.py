@@ -1,6 +1,6 @@
 """Runs every kernel of ours under NVIDIA's compute-sanitizer: memory errors, races in shared memory, unwritten reads.
 
-python tests/gpu/sanitize.py [--tools memcheck racecheck initcheck] [--jobs 8]
+python tests/gpu/sanitize.py [--tools memcheck racecheck initcheck] [--cases "one token"] [--jobs 8]
 
 The exit status is 0 only if each tool reports no error of ours. Torch's own kernels are left out by name, but not from
 initcheck, which must see them write what ours read: there what it reports of them is counted and ignored.
@@ -105,6 +105,7 @@ def check(tool: str, name: str) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description="every kernel under compute-sanitizer")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--cases", nargs="+", choices=NAMES, default=list(NAMES), metavar="CASE")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="processes at once")
     arguments = parser.parse_args()
     if shutil.which("compute-sanitizer") is None:
@@ -112,9 +113,9 @@ def main() -> int:
         return 2
     with ThreadPoolExecutor(arguments.jobs) as pool:
         # Triton's cache is filled first: the tools would each compile the same kernels.
-        list(pool.map(lambda name: launch([], name), NAMES))
+        list(pool.map(lambda name: launch([], name), arguments.cases))
         # Every tool runs on everything, whatever was found before.
-        clean = list(pool.map(lambda pair: check(*pair), product(arguments.tools, NAMES)))
+        clean = list(pool.map(lambda pair: check(*pair), product(arguments.tools, arguments.cases)))
     print(f"{clean.count(True)} of {len(clean)} runs clean")
     return 0 if all(clean) else 1
 

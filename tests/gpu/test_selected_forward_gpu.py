@@ -80,8 +80,7 @@ def test_matches_triton_s_kernel(name: str, dtype: str) -> None:
     assert_same_bits(ours, short)
     theirs = kernel(inputs, case, TRITON_S, None)
     for key in ("o", "lse"):
-        a, b = (x[key].float() for x in (ours, theirs))
-        assert (a - b).norm() <= 1e-2 * b.norm() + 1e-6, key
+        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("starts", [(0, 101), (133, 133)], ids=str)
