@@ -180,14 +180,17 @@ def readme_sentences() -> Iterator[str]:
     yield f"at {size:.0f}M parameters"
     double, seeds = (RESULTS / "h200" / f"study-{name}" for name in ("double", "seeds"))
     losses = losses_of(double / "arms.csv") | losses_of(seeds / "arms.csv")
-    yield f"({losses['nsa-double']:.3f} and {losses['dense-double']:.3f} after 10,000 steps)"
+    yield f"{losses['nsa-double']:.3f} and {losses['dense-double']:.3f} after 10,000 steps"
+    behind = [losses[f"nsa-double-{n}"] - losses[f"dense-double-{n}"] for n in ("8k", "32k", "64k")]
+    yield f"behind by {min(behind):.3f} to {max(behind):.3f}"
     short_texts = needles_found(double / "arms-needle" / "needle.csv", LONGEST)
     yield f"{short_texts[1024]:.0%} of the notes in 1,024 tokens, where every block is selected"
     yield f"and {short_texts[2048]:.0%} in 2,048"
     ours, dense = (needles_found(x / "needle.csv", f"{y}-double-64k") for x, y in ((double, "nsa"), (seeds, "dense")))
-    yield f"extended to longer contexts {ours[4096]:.0%} in 4k and {ours[65536]:.0%} in 64k"
+    yield f"then {ours[4096]:.0%} in 4k and {ours[65536]:.0%} in 64k"
     assert dense[4096] == 1
-    yield f"dense attention 100% and {dense[65536]:.0%}"
+    yield f"where dense attention finds 100% and {dense[65536]:.0%}"
+    yield f"(`gate_bias` {NSAConfig.gate_bias:.0f},"
     attn = NSAConfig(dim=64, n_heads=1, n_kv_groups=1, d_k=64, d_v=64)
     assert attn.n_sel * attn.l_sel == 1024
 

@@ -77,6 +77,15 @@ def test_the_arms_are_those_that_the_issue_asks_for(study: ModuleType) -> None:
     } <= set(arms)
 
 
+@pytest.mark.slow
+def test_gates_start_as_in_the_arms_that_are_recorded(study: ModuleType) -> None:
+    scale = study.SCALES["26m"]
+    arms = {arm.name: study.train_values(scale, arm)["model.attn.gate_bias"] for arm in study.make_arms(scale)}
+    opened = {name for name, bias in arms.items() if bias == 2.0}
+    assert opened == {name for name in arms if "gate-bias" in name}
+    assert {bias for name, bias in arms.items() if name not in opened} == {0.0}
+
+
 def test_one_token_in_forty_is_of_an_answer(study: ModuleType) -> None:
     pytest.importorskip("tokenizers")
     files = python_files([FOLDER.parent / "nsa"])
