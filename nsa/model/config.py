@@ -118,13 +118,14 @@ class LMConfig:
 # `configs/` refers to these by name.
 PRESETS = {
     # Trains on two CPU cores in about a minute. The paper's block sizes, with fewer selected blocks and a shorter
-    # window, so that every branch is sparse at 512 tokens.
+    # window, so that every branch is sparse at 512 tokens. With gates that start open the loss jumps at its learning
+    # rate.
     "tiny": LMConfig(
         vocab_size=256,
         n_layers=2,
         hidden=256,
         seq_len=512,
-        attn=NSAConfig(dim=128, n_heads=4, n_kv_groups=1, d_k=32, d_v=32, n_sel=4, w=128, phi_hidden=32),
+        attn=NSAConfig(dim=128, n_heads=4, n_kv_groups=1, d_k=32, d_v=32, n_sel=4, w=128, phi_hidden=32, gate_bias=0.0),
         window=128,
         n_random=1,
     ),

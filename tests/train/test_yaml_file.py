@@ -180,7 +180,7 @@ def test_an_error_names_where_the_value_comes_from(tmp_path: Path) -> None:
     path.write_text(text.replace("batch_size: 4", "batch_size: -4"))
     with pytest.raises(ValueError, match=r"batch_size is -4.*mine\.yaml"):
         load_config(path, env=PLAIN)
-    path.write_text(text.replace("attn: {", "attn: {n_sel: 1, "))
+    path.write_text(text.replace("preset: tiny", "preset: tiny, attn: {n_sel: 1}"))
     with pytest.raises(ValueError, match=r"model\.attn\.n_sel is 1.*mine\.yaml"):
         load_config(path, env=PLAIN)
     with pytest.raises(ValueError, match=r"model\.seq_len is .*NSA_SEQ_LEN"):
