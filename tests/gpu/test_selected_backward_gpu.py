@@ -70,9 +70,11 @@ def test_matches_triton_s_kernel(name: str, dtype: str) -> None:
     ours, again = (kernel(inputs, case, FORWARD, BlockTile()) for _ in range(2))
     assert_same_bits(ours, again)
     theirs = kernel(inputs, case, FORWARD, pick_backward(case.d_k, case.d_v, DTYPES[dtype]))
-    for key in ("dq", "dk", "dv"):
+    assert torch.equal(ours["dq"], theirs["dq"])
+    for key in ("dk", "dv"):
+        # Sums over segments of another length.
         a, b = (x[key].float() for x in (ours, theirs))
-        assert (a - b).norm() <= 1e-2 * b.norm() + 1e-6, key
+        assert (a - b).norm() <= 1e-3 * b.norm(), key
 
 
 @pytest.mark.parametrize("starts", [(0, 101), (133, 133)], ids=str)

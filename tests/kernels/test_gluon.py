@@ -451,6 +451,8 @@ def test_explain_reports_the_selected_backward_pass(
         ({}, 64, True),
         ({"varlen": True}, 64, True),
         ({"cached": True, "n_queries": 2048}, 64, True),
+        # Just longer than what is read densely: a cache may hold a token more.
+        ({"cached": True, "n_queries": 2048, "n_keys": 4096}, 64, True),
         # Read densely.
         ({"n_queries": 4096, "n_keys": 4096}, 64, False),
         ({}, 32, False),

@@ -72,6 +72,12 @@ def test_queries_that_start_later_than_their_keys(
     assert "hopper_block_kernel" in emulator.launched
 
 
+def test_partials_of_several_rows_at_once(emulator: Emulator) -> None:
+    case = CASES["h8, batch"]
+    scratch = 2 * case.length * case.n_select * case.heads * case.d_v * FP16.itemsize
+    check(case, replace(TILES["cut"], scratch=scratch), None, FP16)
+
+
 def test_triton_gives_the_same_up_to_rounding(emulator: Emulator) -> None:
     theirs = kernel(random_inputs(BASE, FP16), BASE, replace(FORWARD["block"], segment=80, common_m=32), None)
     for name, ours in run(BASE, TILES["cut"]).items():

@@ -77,6 +77,13 @@ def test_queries_that_start_later_than_their_keys(
     assert "hopper_block_backward_kernel" in emulator.launched
 
 
+def test_chunks_of_several_rows(emulator: Emulator) -> None:
+    case = CASES["h8, batch"]
+    # Two rows of (batch, group) at a time.
+    scratch = 2 * case.length * case.n_select * case.heads * case.d_k * FP16.itemsize
+    check(case, FORWARD["block"], replace(TILES["cut"], scratch=scratch), FP16)
+
+
 def test_triton_gives_the_same_up_to_rounding(emulator: Emulator) -> None:
     inputs = random_inputs(BASE, FP16)
     ours = kernel(inputs, BASE, FORWARD["block"], TILES["cut"])

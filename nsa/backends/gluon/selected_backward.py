@@ -20,9 +20,6 @@ Sums split over two warpgroups would need P^T in shared memory as well, and move
 registers where two CTAs share an SM, and needs 192 of them for dK, dV and either S^T and dP^T or dQ: so P^T and dS^T
 are operands only when S^T and dP^T are gone, and are gone before dQ. Where one CTA waits or computes exponentials, the
 other multiplies.
-
-A query's rows are a piece of `h x D` in memory. Rows of a tile come by two boxes a query, `[h, D / 2]` each, which is
-how wide a swizzled box may be: boxes side by side are then columns of a tile that products read as a whole.
 """
 
 from __future__ import annotations
@@ -42,65 +39,31 @@ from nsa.backends.gluon.api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from nsa.backends.gluon.decode import clear_unseen
 from nsa.backends.gluon.descriptors import describe_keys, descriptor
+from nsa.backends.gluon.selected_blocks import (
+    clear_other_keys,
+    gather_rows,
+    launch_arguments,
+    scatter_rows,
+    segment_of,
+)
 from nsa.backends.gluon.tiles import BlockTile
 from nsa.backends.triton.launch import Launch, Layout, new_layout
 from nsa.backends.triton.primitives import COUNTS, LOG2_E
 from nsa.backends.triton.row_statistics import ROW_PAD
-from nsa.backends.triton.selected.forward import assigned_segment, locate_block, own_segment
-from nsa.backends.triton.selected.index import Chunk, Shapes, query_start
+from nsa.backends.triton.selected.index import Chunk, Shapes
 
 
 @gluon.jit
-def boxes_of(x_s, desc, H: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
-    """Tiles `[STAGES, BLOCK_M, D]` as the boxes `[1, 1, H, D / 2]` that they consist of: per tile those of the left
-    half of the columns, one for each query, then those of the right half."""
-    return x_s._reinterpret(desc.dtype, [STAGES * 2 * (BLOCK_M // H), 1, 1, H, D // 2], desc.layout)
-
-
-@gluon.jit
-def gather_rows(
+def gather_block_and_rows(
     x, y, p_pair, x_s, y_s, y_full, full, free, i_b, i_g, i_key, n_pairs,
     H: gl.constexpr, N_SELECT: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warp: requests the block's tile of `y`, then tiles of rows of `x` as soon as a buffer is free. Rows past the
-    end are the last query's."""
-    QUERIES: gl.constexpr = BLOCK_M // H
-    x_box = boxes_of(x_s, x, H, BLOCK_M, D, STAGES)
+    """One warp: requests the block's tile of `y`, then tiles of rows of `x`."""
     if n_pairs > 0:
         mbarrier.expect(y_full, y.block_type.nbytes)
         tma.async_copy_global_to_shared(y, [i_b, i_key, i_g, 0], y_full, y_s)
-    for step in range((n_pairs + QUERIES - 1) // QUERIES):
-        slot = step % STAGES
-        mbarrier.wait(free.index(slot), ((step // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(slot), 2 * QUERIES * x.block_type.nbytes)
-        for i in gl.static_range(QUERIES):
-            i_t = gl.load(p_pair + gl.minimum(step * QUERIES + i, n_pairs - 1)) // N_SELECT
-            for half in gl.static_range(2):
-                box = x_box.index((2 * slot + half) * QUERIES + i)
-                tma.async_copy_global_to_shared(x, [i_b, i_t, i_g * H, half * (D // 2)], full.index(slot), box)
-
-
-@gluon.jit
-def scatter_rows(
-    dq, p_pair, q_s, done, free, i_first_pair, n_pairs,
-    H: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """One warp: stores the partial `dq` of a tile of rows from the buffer of its queries, and frees the tile."""
-    QUERIES: gl.constexpr = BLOCK_M // H
-    dq_box = boxes_of(q_s, dq, H, BLOCK_M, D, STAGES)
-    for step in range((n_pairs + QUERIES - 1) // QUERIES):
-        slot = step % STAGES
-        mbarrier.wait(done.index(slot), (step // STAGES) & 1)
-        for i in gl.static_range(QUERIES):
-            if step * QUERIES + i < n_pairs:
-                i_pair = gl.load(p_pair + step * QUERIES + i) - i_first_pair
-                for half in gl.static_range(2):
-                    box = dq_box.index((2 * slot + half) * QUERIES + i)
-                    tma.async_copy_shared_to_global(dq, [0, i_pair, 0, half * (D // 2)], box)
-        tma.store_wait(0)
-        mbarrier.arrive(free.index(slot), count=1)
+    gather_rows(x, p_pair, x_s, full, free, i_b, i_g, n_pairs, H, N_SELECT, D, BLOCK_M, STAGES)
 
 
 @gluon.jit
@@ -218,13 +181,8 @@ def consume_segment(
     barrier()
     if n_pairs > 0:
         mbarrier.wait(kv_full, 0)
-        if VARLEN:  # noqa: SIM102
-            # Another document's keys follow, whose values must not reach a matmul.
-            if i_end < i_key + BLOCK_N:
-                key_layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-                m_seen = (i_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, key_layout)) < i_end)[:, None]
-                clear_unseen(k_w, m_seen, key_layout)
-                clear_unseen(v_w, m_seen, key_layout)
+        if VARLEN:
+            clear_other_keys(k_w, v_w, i_key, i_end, BLOCK_N)
     for step in range((n_pairs * H + BLOCK_M - 1) // BLOCK_M):
         b_dk, b_dv, b_pair = differentiate_rows(
             k_w, v_w, b_dk, b_dv, b_pair, p_pair, p_lse2, p_delta, q_s, do_s, lse2_s, delta_s, seen_s, ds_s, full, done,
@@ -271,36 +229,24 @@ def hopper_block_backward_kernel(
         mbarrier.init(free.index(i), count=1)
     fence_async_shared()
 
-    i_segment = assigned_segment(p_order)
-    i_item = gl.load(p_item + i_segment)
-    is_used = i_item < n_items
-    i_item = gl.minimum(i_item, n_items - 1)
-    i_low, i_high = own_segment(i_segment, i_item, p_low, p_high, p_last_segment, SEGMENT)
-    n_pairs = gl.where(is_used, i_high - i_low, 0)
-    p_pair += gl.where(is_used, i_low, 0)
-    i_local = i_item // n_blocks
-    i_row = row_0 + i_local
+    i_segment, p_pair, n_pairs, i_row, i_key, i_end, i_first, i_first_pair = segment_of(
+        p_pair, p_order, p_item, p_low, p_high, p_last_segment, p_first_token, p_end_token, p_start, max_start,
+        n_items, n_blocks, n_keys, n_groups, row_0, query_0, n_queries, N_SELECT, BLOCK_N, SEGMENT, VARLEN,
+    )  # fmt: skip
     i_b = i_row // n_groups
     i_g = i_row % n_groups
-    i_key, i_end = locate_block(i_item % n_blocks, n_keys, p_first_token, p_end_token, BLOCK_N, VARLEN)
-    # Counted as queries are.
-    i_first = i_key - query_start(p_start, max_start, i_b)
     i_statistic = gl.cast(i_row, gl.int64) * n_rows_padded
     p_dk += gl.cast(i_segment, gl.int64) * (BLOCK_N * D)
     p_dv += gl.cast(i_segment, gl.int64) * (BLOCK_N * D)
-    # Of the partial `dq`: pairs of this row of the chunk follow those of the rows before.
-    i_first_pair = (query_0 - i_local * n_queries) * N_SELECT
-    # Nothing before this may need scratch in shared memory, as a reduction does: there Triton 3.6 puts the partitions'
-    # arguments, without a barrier before it.
     gl.warp_specialize(
         [
             (consume_segment, (p_dk, p_dv, p_pair, p_lse2, p_delta, q_s, do_s, kv_s, lse2_s, delta_s, seen_s, ds_s,
                                kv_full, full, done, i_key, i_end, i_first, i_statistic, n_pairs, scale, scale_log2,
                                H, N_SELECT, D, BLOCK_M, BLOCK_N, STAGES, VARLEN)),
-            (gather_rows, (q, k, p_pair, q_s, kv_s.index(0), kv_full, full, free, i_b, i_g, i_key, n_pairs,
-                           H, N_SELECT, D, BLOCK_M, STAGES)),
-            (gather_rows, (do, v, p_pair, do_s, kv_s.index(1), kv_full, full, free, i_b, i_g, i_key, n_pairs,
-                           H, N_SELECT, D, BLOCK_M, STAGES)),
+            (gather_block_and_rows, (q, k, p_pair, q_s, kv_s.index(0), kv_full, full, free, i_b, i_g, i_key,
+                                     n_pairs, H, N_SELECT, D, BLOCK_M, STAGES)),
+            (gather_block_and_rows, (do, v, p_pair, do_s, kv_s.index(1), kv_full, full, free, i_b, i_g, i_key,
+                                     n_pairs, H, N_SELECT, D, BLOCK_M, STAGES)),
             (scatter_rows, (dq, p_pair, q_s, done, free, i_first_pair, n_pairs, H, D, BLOCK_M, STAGES)),
         ],
         [1, 1, 1],
@@ -317,7 +263,6 @@ class BlockLaunch:
         self, shapes: Shapes, do: Layout, dq: tuple[int, int], chunk: Chunk, scale: float, segment: int, tile: BlockTile
     ) -> None:
         """`dq`: the shape of its partials. `segment`: pairs of one at most."""
-        assert shapes.select_block == tile.block_n, "blocks are of another length, which `pick_blocks` declines"
         heads, d = shapes.heads, shapes.d_k
         box = (1, 1, heads, d // 2)
         partial = new_layout((1, dq[0] // heads, heads, d), shapes.q.dtype, shapes.q.device)
@@ -333,23 +278,8 @@ class BlockLaunch:
             (chunk.n_segments,),
             scale=scale,
             scale_log2=scale * LOG2_E,
-            n_items=chunk.n_items,
-            n_blocks=shapes.n_blocks,
-            n_keys=shapes.n_keys,
-            n_groups=shapes.n_groups,
             n_rows_padded=triton.cdiv(shapes.n_tokens * heads, ROW_PAD) * ROW_PAD,
-            **chunk.where,
-            **shapes.last_start,
-            H=heads,
-            N_SELECT=shapes.n_select,
-            D=d,
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            SEGMENT=segment,
-            VARLEN=shapes.n_documents is not None,
-            STAGES=tile.num_stages,
-            num_warps=tile.num_warps,
-            maxnreg=tile.max_registers,
+            **launch_arguments(shapes, chunk, segment, tile),
         )
 
     def __call__(self, p_q: Tensor, p_k: Tensor, p_v: Tensor, p_do: Tensor, p_dq: Tensor, **others: Any) -> None:

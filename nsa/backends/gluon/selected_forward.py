@@ -12,7 +12,7 @@ that the queries came in. A step of the warpgroup, with the scores S of its tile
 
 A step multiplies for 512 cycles and moves 32 KB between its SM and the L2, which takes longer. So what counts is that
 many tiles are on their way, and that moving them takes no instructions: rows come and go by TMA, in two boxes a query
-(see `selected_backward.py`). Two CTAs share an SM, and where one computes exponentials, the other multiplies.
+(see `selected_blocks.py`). Two CTAs share an SM, and where one computes exponentials, the other multiplies.
 """
 
 from __future__ import annotations
@@ -31,14 +31,18 @@ from nsa.backends.gluon.api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from nsa.backends.gluon.decode import clear_unseen
 from nsa.backends.gluon.descriptors import describe_keys, descriptor
-from nsa.backends.gluon.selected_backward import boxes_of, scatter_rows
+from nsa.backends.gluon.selected_blocks import (
+    clear_other_keys,
+    gather_rows,
+    launch_arguments,
+    scatter_rows,
+    segment_of,
+)
 from nsa.backends.gluon.tiles import BlockForwardTile
 from nsa.backends.triton.launch import Launch, new_layout
 from nsa.backends.triton.primitives import COUNTS, LOG2_E
-from nsa.backends.triton.selected.forward import assigned_segment, locate_block, own_segment
-from nsa.backends.triton.selected.index import Chunk, Shapes, query_start
+from nsa.backends.triton.selected.index import Chunk, Shapes
 
 
 @gluon.jit
@@ -46,23 +50,12 @@ def gather_queries(
     q, k, v, p_pair, q_s, kv_s, kv_full, full, free, i_b, i_g, i_key, n_pairs,
     H: gl.constexpr, N_SELECT: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warp: requests the block, then tiles of queries as soon as a buffer is free. Past the end they are the last
-    query's."""
-    QUERIES: gl.constexpr = BLOCK_M // H
-    q_box = boxes_of(q_s, q, H, BLOCK_M, D, STAGES)
+    """One warp: requests the block, then tiles of queries."""
     if n_pairs > 0:
         mbarrier.expect(kv_full, k.block_type.nbytes + v.block_type.nbytes)
         tma.async_copy_global_to_shared(k, [i_b, i_key, i_g, 0], kv_full, kv_s.index(0))
         tma.async_copy_global_to_shared(v, [i_b, i_key, i_g, 0], kv_full, kv_s.index(1))
-    for step in range((n_pairs + QUERIES - 1) // QUERIES):
-        slot = step % STAGES
-        mbarrier.wait(free.index(slot), ((step // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(slot), 2 * QUERIES * q.block_type.nbytes)
-        for i in gl.static_range(QUERIES):
-            i_t = gl.load(p_pair + gl.minimum(step * QUERIES + i, n_pairs - 1)) // N_SELECT
-            for half in gl.static_range(2):
-                box = q_box.index((2 * slot + half) * QUERIES + i)
-                tma.async_copy_global_to_shared(q, [i_b, i_t, i_g * H, half * (D // 2)], full.index(slot), box)
+    gather_rows(q, p_pair, q_s, full, free, i_b, i_g, n_pairs, H, N_SELECT, D, BLOCK_M, STAGES)
 
 
 @gluon.jit
@@ -138,13 +131,8 @@ def stream_queries(
         o_m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, s_layout))
         b_pair, i_pair = pairs_of_tile(p_pair, 0, o_m, n_pairs, H, BLOCK_M)
         mbarrier.wait(kv_full, 0)
-        if VARLEN:  # noqa: SIM102
-            # Another document's keys follow, whose values must not reach a matmul.
-            if i_end < i_key + BLOCK_N:
-                row_layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-                m_seen = (i_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, row_layout)) < i_end)[:, None]
-                clear_unseen(k_w, m_seen, row_layout)
-                clear_unseen(v_w, m_seen, row_layout)
+        if VARLEN:
+            clear_other_keys(k_w, v_w, i_key, i_end, BLOCK_N)
         mbarrier.wait(full.index(0), 0)
         b_s = warpgroup_mma(q_s.index(0), k_t, zero_s, use_acc=False, is_async=True)
         b_s = warpgroup_mma_wait(0, deps=[b_s])
@@ -183,23 +171,12 @@ def hopper_block_kernel(
         mbarrier.init(free.index(i), count=1)
     fence_async_shared()
 
-    i_segment = assigned_segment(p_order)
-    i_item = gl.load(p_item + i_segment)
-    is_used = i_item < n_items
-    i_item = gl.minimum(i_item, n_items - 1)
-    i_low, i_high = own_segment(i_segment, i_item, p_low, p_high, p_last_segment, SEGMENT)
-    n_pairs = gl.where(is_used, i_high - i_low, 0)
-    p_pair += gl.where(is_used, i_low, 0)
-    i_local = i_item // n_blocks
-    i_row = row_0 + i_local
+    _, p_pair, n_pairs, i_row, i_key, i_end, i_first, i_first_pair = segment_of(
+        p_pair, p_order, p_item, p_low, p_high, p_last_segment, p_first_token, p_end_token, p_start, max_start,
+        n_items, n_blocks, n_keys, n_groups, row_0, query_0, n_queries, N_SELECT, BLOCK_N, SEGMENT, VARLEN,
+    )  # fmt: skip
     i_b = i_row // n_groups
     i_g = i_row % n_groups
-    i_key, i_end = locate_block(i_item % n_blocks, n_keys, p_first_token, p_end_token, BLOCK_N, VARLEN)
-    # Counted as queries are.
-    i_first = i_key - query_start(p_start, max_start, i_b)
-    # Of the partials: pairs of this row of the chunk follow those of the rows before.
-    i_first_pair = (query_0 - i_local * n_queries) * N_SELECT
-    # Nothing above reduces over warps: the arguments below lie where that would be done.
     gl.warp_specialize(
         [
             (stream_queries, (p_lse, p_pair, q_s, kv_s, kv_full, full, done, i_key, i_end, i_first, i_first_pair,
@@ -223,7 +200,6 @@ class BlockForwardLaunch:
         tile: BlockForwardTile,
     ) -> None:  # fmt: skip
         """`partials`: their shape. `segment`: pairs of one at most."""
-        assert shapes.select_block == tile.block_n, "blocks are of another length, which `pick_block_forward` declines"
         n_queries, n_select, heads, d = partials
         box = (1, 1, heads, d // 2)
         partial = new_layout((1, n_queries * n_select, heads, d), shapes.q.dtype, shapes.q.device)
@@ -237,22 +213,7 @@ class BlockForwardLaunch:
             hopper_block_kernel,
             (chunk.n_segments,),
             scale_log2=scale * LOG2_E,
-            n_items=chunk.n_items,
-            n_blocks=shapes.n_blocks,
-            n_keys=shapes.n_keys,
-            n_groups=shapes.n_groups,
-            **chunk.where,
-            **shapes.last_start,
-            H=heads,
-            N_SELECT=n_select,
-            D=d,
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            SEGMENT=segment,
-            VARLEN=shapes.n_documents is not None,
-            STAGES=tile.num_stages,
-            num_warps=tile.num_warps,
-            maxnreg=tile.max_registers,
+            **launch_arguments(shapes, chunk, segment, tile),
         )
 
     def __call__(self, p_q: Tensor, p_k: Tensor, p_v: Tensor, p_o: Tensor, **others: Any) -> None:

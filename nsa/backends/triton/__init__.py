@@ -129,7 +129,8 @@ def kernel_set(
         taken += [f"{op} {', '.join(passes)}"] if passes else []
     step = problem.cached and problem.n_queries <= MAX_STEP_TOKENS
     q, k = tiles.layouts(problem)
-    if "selected" in forward and not step and selected.forward_in_gluon(problem, select_block, n_select):
+    over_blocks = problem_for_op(problem, "selected", block, stride, window)
+    if "selected" in forward and not step and selected.forward_in_gluon(over_blocks, select_block, n_select):
         taken.append("selected forward")
     if "selected" in backward and not step and tiles.pick_blocks(q, q, k, k, select_block) is not None:
         taken.append("selected backward")
