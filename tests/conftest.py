@@ -28,6 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Workers of pytest-xdist share the cores; small tensors gain nothing from threads.
 torch.set_num_threads(1)
+# The first backward pass starts autograd's threads for the devices there are, after which no fork can train. Were it
+# one of opcheck's, which fakes a GPU, tests that fork could not run in this process.
+torch.ones((), requires_grad=True).backward()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -99,7 +99,7 @@ def test_fused_branches_launch_within_few_frames(
     training: bool, launched: list[tuple[str, list[str]]], usable: None
 ) -> None:
     run_layer(1100, training, torch.float16, n_heads=16, d_k=128, d_v=128)
-    assert_few_frames(launched, {"hopper_forward_kernel", "split_kernel", "block_kernel", FUSED, *INDEX})
+    assert_few_frames(launched, {"hopper_forward_kernel", "split_kernel", "hopper_block_kernel", FUSED, *INDEX})
     # By itself, neither of the two.
     assert [kernel for kernel, _ in launched].count("hopper_forward_kernel") == 1
     assert "common_kernel" not in dict(launched)

@@ -191,7 +191,7 @@ def hopper_block_kernel(
 
 
 class BlockForwardLaunch:
-    """Launches `hopper_block_kernel`, given what the launch of `block_kernel` is given."""
+    """The launch of `hopper_block_kernel`, which takes what that of `block_kernel` does, but tensors as `described`."""
 
     __slots__ = ("describe", "launch")
 
@@ -216,6 +216,7 @@ class BlockForwardLaunch:
             **launch_arguments(shapes, chunk, segment, tile),
         )
 
-    def __call__(self, p_q: Tensor, p_k: Tensor, p_v: Tensor, p_o: Tensor, **others: Any) -> None:
-        tensors = {"q": p_q, "k": p_k, "v": p_v, "partial": p_o}
-        self.launch(**{name: self.describe[name](x) for name, x in tensors.items()}, **others)
+    def described(self, q: Tensor, k: Tensor, v: Tensor, partial: Tensor) -> dict[str, Any]:
+        """By descriptor."""
+        tensors = {"q": q, "k": k, "v": v, "partial": partial}
+        return {name: self.describe[name](x) for name, x in tensors.items()}

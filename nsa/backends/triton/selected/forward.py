@@ -18,8 +18,9 @@ Rows of a segment are flattened, `r = pair * h + head`, so no tile is padded to 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -31,9 +32,6 @@ from nsa.backends.triton.launch import Launch, Layout, strides
 from nsa.backends.triton.primitives import COUNTS, FLOOR, LN_2, LOG2_E, load_wide, online_softmax
 from nsa.backends.triton.selected.common import SplitPlan, common_launch
 from nsa.backends.triton.selected.index import Chunk, Shapes, Tables, index_plans, query_start
-
-if TYPE_CHECKING:
-    from nsa.backends.gluon.selected_forward import BlockForwardLaunch
 
 
 @dataclass(frozen=True)
@@ -310,6 +308,10 @@ def needs_int64(scratch: int, *inputs: Layout) -> bool:
     return max(scratch, *(x.shape[1] * x.strides[1] for x in inputs)) >= 2**31
 
 
+def by_pointer(q: Tensor, k: Tensor, v: Tensor, partial: Tensor) -> dict[str, Any]:
+    return {"p_q": q, "p_k": k, "p_v": v, "p_o": partial}
+
+
 class BlockForward:
     """The plan of `block`. A subclass may have another kernel than `common_kernel` add up the partials of a chunk."""
 
@@ -334,17 +336,20 @@ class BlockForward:
         self.partials = (n_queries, shapes.n_select, heads, d_v)
         wide = needs_int64(n_queries * per_query * d_v, shapes.q)
 
-        def attend(chunk: Chunk) -> Launch | BlockForwardLaunch:
+        def attend(chunk: Chunk) -> tuple[Launch, Callable[..., dict[str, Any]]]:
+            """The launch, and how it takes queries, keys, values and partial outputs."""
             if isinstance(tile, HopperForwardTile):
                 from nsa.backends.gluon.selected_forward import BlockForwardLaunch
 
-                return BlockForwardLaunch(shapes, self.partials, chunk, scale, segment, tile.attend)
-            return Launch(
+                hopper = BlockForwardLaunch(shapes, self.partials, chunk, scale, segment, tile.attend)
+                return hopper.launch, hopper.described
+            launch = Launch(
                 block_kernel, (chunk.n_segments,), **shapes.attention, **shapes.last_start, **chunk.where,
                 scale_log2=scale * LOG2_E, n_items=chunk.n_items, n_blocks=shapes.n_blocks, n_keys=shapes.n_keys,
                 VARLEN=shapes.n_documents is not None, BLOCK_M=tile.block_m, SEGMENT=segment, WIDE=wide,
                 NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
             )  # fmt: skip
+            return launch, by_pointer
 
         self.launches = [[(attend(x), self.merge(x)) for x in index.chunks] for index in self.indexes]
 
@@ -371,9 +376,9 @@ class BlockForward:
             steps, chunks = index.steps(split.rest, tables)
             for step in steps:
                 step()
-            for segments, (attend, merge) in zip(chunks, launches, strict=True):
+            for segments, ((attend, tensors), merge) in zip(chunks, launches, strict=True):
                 attend(
-                    p_q=q, p_k=k, p_v=v, p_o=partial, p_lse=partial_lse, p_pair=segments.pair, p_order=segments.order,
+                    **tensors(q, k, v, partial), p_lse=partial_lse, p_pair=segments.pair, p_order=segments.order,
                     p_item=segments.item, p_low=segments.low, p_high=segments.high,
                     p_last_segment=segments.last_segment, p_first_token=tables.first_token,
                     p_end_token=tables.end_token, **tables.start,
