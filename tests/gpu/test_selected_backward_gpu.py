@@ -25,7 +25,7 @@ from test_selected import branch_of, by_reference, fresh_plans, kernel, on_devic
 from torch import Tensor
 
 from nsa.backends import gluon
-from nsa.backends.gluon.tiles import BlockTile
+from nsa.backends.gluon.tiles import BlockBackwardTile
 from nsa.backends.triton import selected
 from nsa.backends.triton.selected import SelectedBackwardTile, SelectedForwardTile, pick_backward
 from nsa.sequences import Saved, Upstream
@@ -50,7 +50,11 @@ CASES = {
     "shorter than a block": BASE.but(length=45),
 }
 # At once, in several launches, and with segments that end within a tile of rows.
-TILES = {"at once": BlockTile(), "chunks": BlockTile(scratch=1 << 20), "short segments": BlockTile(segment=208)}
+TILES = {
+    "at once": BlockBackwardTile(),
+    "chunks": BlockBackwardTile(scratch=1 << 20),
+    "short segments": BlockBackwardTile(segment=208),
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -67,7 +71,7 @@ def test_matches_the_reference(name: str, tile: str, dtype: str) -> None:
 def test_matches_triton_s_kernel(name: str, dtype: str) -> None:
     case = CASES[name]
     inputs = random_inputs(case, DTYPES[dtype])
-    ours, again = (kernel(inputs, case, FORWARD, BlockTile()) for _ in range(2))
+    ours, again = (kernel(inputs, case, FORWARD, BlockBackwardTile()) for _ in range(2))
     assert_same_bits(ours, again)
     theirs = kernel(inputs, case, FORWARD, pick_backward(case.d_k, case.d_v, DTYPES[dtype]))
     assert torch.equal(ours["dq"], theirs["dq"])
@@ -80,17 +84,17 @@ def test_matches_triton_s_kernel(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("starts", [(0, 101), (133, 133)], ids=str)
 def test_queries_that_start_later_than_their_keys(starts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(test_offset.OFFSETS, "here", (BASE.but(batch=2, length=333), 200, starts))
-    test_offset.check("selected", "here", (FORWARD, BlockTile()), torch.bfloat16)
+    test_offset.check("selected", "here", (FORWARD, BlockBackwardTile()), torch.bfloat16)
 
 
 def test_head_major_tensors_give_the_same_bits() -> None:
     inputs = random_inputs(BASE, torch.bfloat16)
     turned = inputs.map(lambda x: head_major(x.cuda()) if x.is_floating_point() else x)
     assert not turned.q.is_contiguous()
-    assert_same_bits(*(kernel(x, BASE, FORWARD, BlockTile()) for x in (turned, inputs)))
+    assert_same_bits(*(kernel(x, BASE, FORWARD, BlockBackwardTile()) for x in (turned, inputs)))
 
 
-def gradients(tile: BlockTile | SelectedBackwardTile | None, gate: Tensor | None = None) -> list[Tensor]:
+def gradients(tile: BlockBackwardTile | SelectedBackwardTile | None, gate: Tensor | None = None) -> list[Tensor]:
     inputs = on_device(random_inputs(BASE, torch.bfloat16))
     q, k, v = inputs.of("selected")
     branch = branch_of(BASE)
@@ -105,7 +109,7 @@ def test_a_gate_folds_into_the_gradients() -> None:
     gate = torch.rand(BASE.batch, BASE.length, BASE.n_heads, device="cuda", dtype=torch.bfloat16)
     gate[:, ::7] = 0.0
     theirs = gradients(pick_backward(BASE.d_k, BASE.d_v, torch.bfloat16), gate)
-    for x, y in zip(gradients(BlockTile(), gate), theirs, strict=True):
+    for x, y in zip(gradients(BlockBackwardTile(), gate), theirs, strict=True):
         assert (x - y).float().norm() <= 1e-2 * y.float().norm()
 
 

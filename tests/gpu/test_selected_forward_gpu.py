@@ -1,52 +1,27 @@
 """The forward pass of the selected branch by blocks in Gluon, on a Hopper GPU: the reference's numbers in fp64, those
-of Triton's kernel, bitwise determinism.
-
-The cases and the rule are those of `tests/kernels/test_selected.py`, with tiles as long as they are in use.
-"""
+of Triton's kernel, bitwise determinism, in the cases of the backward pass."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
-
+# First: it skips this file where the kernels cannot run, and finds the modules of `tests/kernels`.
+from test_selected_backward_gpu import BASE, CASES, DTYPES  # isort: skip
 import test_offset
 from against_fp64 import assert_close_to_fp64
-from helpers import Case, assert_same_bits, random_inputs
+from helpers import assert_same_bits, random_inputs
 from op_arguments import head_major
 from test_selected import branch_of, by_reference, fresh_plans, kernel, on_device, poisoned
 
-from nsa.backends import gluon
 from nsa.backends.gluon.tiles import BlockForwardTile
 from nsa.backends.triton import selected
 from nsa.backends.triton.selected import HopperForwardTile, SelectedForwardTile, pick_backward
 
-if gluon.unavailable() is not None:
-    pytest.skip(str(gluon.unavailable()), allow_module_level=True)
-
 __all__ = ["fresh_plans", "poisoned"]
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-BASE = Case(length=1000, groups=2, heads=16, d_k=128, d_v=128, select_block=64, n_select=8)
-CASES = {
-    "h16": BASE,
-    "h8, batch": BASE.but(batch=3, length=515, heads=8),
-    "h32": BASE.but(heads=32, length=700, groups=1),
-    "h64": BASE.but(heads=64, length=333, groups=1),
-    "varlen": BASE.but(documents=(1, 30, 500, 0, 400, 69)),
-    "varlen, h8": BASE.but(documents=(64, 128, 65, 63), length=320, heads=8),
-    "one slot": BASE.but(n_select=1),
-    "one token": BASE.but(length=1, groups=3),
-    "shorter than a block": BASE.but(length=45),
-}
 # Longer than what is read densely.
 LONG = BASE.but(n_select=3)
 BY_BLOCK = HopperForwardTile(common_m=64, common_warps=4, common_stages=2)

@@ -15,7 +15,7 @@ from interpreted import INTERPRETED  # isort: skip
 import test_offset
 from helpers import Case, assert_same_bits, random_inputs
 from test_gluon import Emulator, emulator, usable
-from test_gluon_blocks import BASE, CASES, FP16
+from test_gluon_block_backward import BASE, CASES, FP16
 from test_selected import BACKWARD, FORWARD, branch_of, check, fresh_plans, kernel, poisoned
 
 from nsa.backends import gluon
@@ -53,8 +53,6 @@ def run(case: Case, tile: HopperForwardTile) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_outputs(name: str, tile: str, emulator: Emulator) -> None:
     case = CASES[name]
-    if case.heads > TILES[tile].attend.block_m:
-        pytest.skip("a tile holds whole queries")
     check(case, TILES[tile], None, FP16)
     assert "hopper_block_kernel" in emulator.launched
     assert "block_kernel" not in emulator.launched

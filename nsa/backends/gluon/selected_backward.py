@@ -24,10 +24,7 @@ other multiplies.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
-from torch import Tensor
 
 from nsa.backends.gluon.api import (
     barrier,
@@ -39,16 +36,16 @@ from nsa.backends.gluon.api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from nsa.backends.gluon.descriptors import describe_keys, descriptor
 from nsa.backends.gluon.selected_blocks import (
+    BlockLaunch,
     clear_other_keys,
     gather_rows,
-    launch_arguments,
+    launch_blocks,
     scatter_rows,
     segment_of,
 )
-from nsa.backends.gluon.tiles import BlockTile
-from nsa.backends.triton.launch import Launch, Layout, new_layout
+from nsa.backends.gluon.tiles import BlockBackwardTile
+from nsa.backends.triton.launch import Layout
 from nsa.backends.triton.primitives import COUNTS, LOG2_E
 from nsa.backends.triton.row_statistics import ROW_PAD
 from nsa.backends.triton.selected.index import Chunk, Shapes
@@ -254,34 +251,12 @@ def hopper_block_backward_kernel(
     )  # fmt: skip
 
 
-class BlockLaunch:
-    """Launches `hopper_block_backward_kernel`, given what the launch of `block_backward_kernel` is given."""
-
-    __slots__ = ("describe", "launch")
-
-    def __init__(
-        self, shapes: Shapes, do: Layout, dq: tuple[int, int], chunk: Chunk, scale: float, segment: int, tile: BlockTile
-    ) -> None:
-        """`dq`: the shape of its partials. `segment`: pairs of one at most."""
-        heads, d = shapes.heads, shapes.d_k
-        box = (1, 1, heads, d // 2)
-        partial = new_layout((1, dq[0] // heads, heads, d), shapes.q.dtype, shapes.q.device)
-        self.describe = {
-            "q": descriptor(shapes.q, box),
-            "do": descriptor(do, box),
-            "k": describe_keys(shapes.k, tile.block_n),
-            "v": describe_keys(shapes.v, tile.block_n),
-            "dq": descriptor(partial, box),
-        }
-        self.launch = Launch(
-            hopper_block_backward_kernel,
-            (chunk.n_segments,),
-            scale=scale,
-            scale_log2=scale * LOG2_E,
-            n_rows_padded=triton.cdiv(shapes.n_tokens * heads, ROW_PAD) * ROW_PAD,
-            **launch_arguments(shapes, chunk, segment, tile),
-        )
-
-    def __call__(self, p_q: Tensor, p_k: Tensor, p_v: Tensor, p_do: Tensor, p_dq: Tensor, **others: Any) -> None:
-        tensors = {"q": p_q, "k": p_k, "v": p_v, "do": p_do, "dq": p_dq}
-        self.launch(**{name: self.describe[name](x) for name, x in tensors.items()}, **others)
+def block_backward(
+    shapes: Shapes, do: Layout, n_rows: int, chunk: Chunk, scale: float, segment: int, tile: BlockBackwardTile
+) -> BlockLaunch:
+    """The launch of `hopper_block_backward_kernel` for a chunk, with partials `dq [n_rows, D]`."""
+    rows, partial = {"q": shapes.q, "do": do}, ("dq", n_rows // shapes.heads)
+    return launch_blocks(
+        hopper_block_backward_kernel, shapes, chunk, segment, tile, rows, partial, scale=scale,
+        scale_log2=scale * LOG2_E, n_rows_padded=triton.cdiv(shapes.n_tokens * shapes.heads, ROW_PAD) * ROW_PAD,
+    )  # fmt: skip

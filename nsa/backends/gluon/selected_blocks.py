@@ -7,11 +7,14 @@ how wide a swizzled box may be: boxes side by side are then columns of a tile th
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from nsa.backends.gluon.api import gl, gluon, mbarrier, tma
 from nsa.backends.gluon.decode import clear_unseen
-from nsa.backends.gluon.tiles import BlockForwardTile, BlockTile
+from nsa.backends.gluon.descriptors import describe_keys, descriptor
+from nsa.backends.gluon.tiles import BlockBackwardTile, BlockForwardTile
+from nsa.backends.triton.launch import Launch, Layout, new_layout
 from nsa.backends.triton.selected.forward import assigned_segment, locate_block, own_segment
 from nsa.backends.triton.selected.index import Chunk, Shapes, query_start
 
@@ -101,26 +104,31 @@ def segment_of(
     return i_segment, p_pair, n_pairs, i_row, i_key, i_end, i_first, i_first_pair
 
 
-def launch_arguments(shapes: Shapes, chunk: Chunk, segment: int, tile: BlockForwardTile | BlockTile) -> dict[str, Any]:
-    """What the kernels are launched with besides their tensors and scales. `segment`: pairs of one at most."""
+class BlockLaunch(NamedTuple):
+    """A launch that takes its tensors as `tensors` describes them."""
+
+    launch: Launch
+    tensors: Callable[..., dict[str, Any]]
+
+
+def launch_blocks(
+    kernel: Any, shapes: Shapes, chunk: Chunk, segment: int, tile: BlockForwardTile | BlockBackwardTile,
+    rows: dict[str, Layout], partial: tuple[str, int], **others: Any,
+) -> BlockLaunch:  # fmt: skip
+    """The launch of a kernel over a chunk's segments, of `segment` pairs at most. `rows`: by name, tensors with rows of
+    queries. `partial`: the name of the partial results, and for how many pairs there is room."""
     assert shapes.select_block == tile.block_n, "blocks are of another length, which `takes_blocks` declines"
     # A step waits for the next tile before it frees its own.
     assert tile.num_stages >= 2
-    return {
-        "n_items": chunk.n_items,
-        "n_blocks": shapes.n_blocks,
-        "n_keys": shapes.n_keys,
-        "n_groups": shapes.n_groups,
-        **chunk.where,
-        **shapes.last_start,
-        "H": shapes.heads,
-        "N_SELECT": shapes.n_select,
-        "D": shapes.d_k,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "SEGMENT": segment,
-        "VARLEN": shapes.n_documents is not None,
-        "STAGES": tile.num_stages,
-        "num_warps": tile.num_warps,
-        "maxnreg": tile.max_registers,
-    }
+    heads, d = shapes.heads, shapes.d_k
+    box, (name, n_pairs) = (1, 1, heads, d // 2), partial
+    rows = {**rows, name: new_layout((1, n_pairs, heads, d), shapes.q.dtype, shapes.q.device)}
+    describe = {row: descriptor(layout, box) for row, layout in rows.items()}
+    describe |= {"k": describe_keys(shapes.k, tile.block_n), "v": describe_keys(shapes.v, tile.block_n)}
+    launch = Launch(
+        kernel, (chunk.n_segments,), n_items=chunk.n_items, n_blocks=shapes.n_blocks, n_keys=shapes.n_keys,
+        n_groups=shapes.n_groups, **chunk.where, **shapes.last_start, H=heads, N_SELECT=shapes.n_select, D=d,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, SEGMENT=segment, VARLEN=shapes.n_documents is not None,
+        STAGES=tile.num_stages, num_warps=tile.num_warps, maxnreg=tile.max_registers, **others,
+    )  # fmt: skip
+    return BlockLaunch(launch, lambda **tensors: {key: describe[key](x) for key, x in tensors.items()})

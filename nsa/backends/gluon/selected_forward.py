@@ -17,10 +17,6 @@ many tiles are on their way, and that moving them takes no instructions: rows co
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
 from nsa.backends.gluon.api import (
     barrier,
     fence_async_shared,
@@ -31,16 +27,15 @@ from nsa.backends.gluon.api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from nsa.backends.gluon.descriptors import describe_keys, descriptor
 from nsa.backends.gluon.selected_blocks import (
+    BlockLaunch,
     clear_other_keys,
     gather_rows,
-    launch_arguments,
+    launch_blocks,
     scatter_rows,
     segment_of,
 )
 from nsa.backends.gluon.tiles import BlockForwardTile
-from nsa.backends.triton.launch import Launch, new_layout
 from nsa.backends.triton.primitives import COUNTS, LOG2_E
 from nsa.backends.triton.selected.index import Chunk, Shapes
 
@@ -190,33 +185,10 @@ def hopper_block_kernel(
     )  # fmt: skip
 
 
-class BlockForwardLaunch:
-    """The launch of `hopper_block_kernel`, which takes what that of `block_kernel` does, but tensors as `described`."""
-
-    __slots__ = ("describe", "launch")
-
-    def __init__(
-        self, shapes: Shapes, partials: tuple[int, int, int, int], chunk: Chunk, scale: float, segment: int,
-        tile: BlockForwardTile,
-    ) -> None:  # fmt: skip
-        """`partials`: their shape. `segment`: pairs of one at most."""
-        n_queries, n_select, heads, d = partials
-        box = (1, 1, heads, d // 2)
-        partial = new_layout((1, n_queries * n_select, heads, d), shapes.q.dtype, shapes.q.device)
-        self.describe = {
-            "q": descriptor(shapes.q, box),
-            "k": describe_keys(shapes.k, tile.block_n),
-            "v": describe_keys(shapes.v, tile.block_n),
-            "partial": descriptor(partial, box),
-        }
-        self.launch = Launch(
-            hopper_block_kernel,
-            (chunk.n_segments,),
-            scale_log2=scale * LOG2_E,
-            **launch_arguments(shapes, chunk, segment, tile),
-        )
-
-    def described(self, q: Tensor, k: Tensor, v: Tensor, partial: Tensor) -> dict[str, Any]:
-        """By descriptor."""
-        tensors = {"q": q, "k": k, "v": v, "partial": partial}
-        return {name: self.describe[name](x) for name, x in tensors.items()}
+def block_forward(
+    shapes: Shapes, n_queries: int, chunk: Chunk, scale: float, segment: int, tile: BlockForwardTile
+) -> BlockLaunch:
+    """The launch of `hopper_block_kernel` for a chunk, with partials of `n_queries`."""
+    partial = "partial", n_queries * shapes.n_select
+    rows = {"q": shapes.q}
+    return launch_blocks(hopper_block_kernel, shapes, chunk, segment, tile, rows, partial, scale_log2=scale * LOG2_E)

@@ -100,7 +100,7 @@ class BlockForwardTile(Tile):
 
 
 @dataclass(frozen=True)
-class BlockTile(Tile):
+class BlockBackwardTile(Tile):
     """Of the selected branch's backward pass: a warpgroup that owns a block of `block_n` keys, two warps that load
     `block_m` rows at a time, and one that stores their `dq`; two CTAs share an SM. The rest as in
     `SelectedBackwardTile`."""
@@ -218,7 +218,7 @@ def takes_blocks(rows: tuple[Layout, ...], k: Layout, v: Layout, select_block: i
         return False
     described = all(whole_queries(x, n_groups) for x in rows) and describable(k) and describable(v)
     # A box of fewer rows is not swizzled as the tile is.
-    return described and rows[0].shape[2] // n_groups >= 8 and select_block == BlockTile().block_n
+    return described and rows[0].shape[2] // n_groups >= 8 and select_block == BlockBackwardTile().block_n
 
 
 def pick_block_forward(q: Layout, k: Layout, v: Layout, select_block: int) -> BlockForwardTile | None:
@@ -226,11 +226,11 @@ def pick_block_forward(q: Layout, k: Layout, v: Layout, select_block: int) -> Bl
     return BlockForwardTile() if takes_blocks((q,), k, v, select_block) else None
 
 
-def pick_blocks(do: Layout, q: Layout, k: Layout, v: Layout, select_block: int) -> BlockTile | None:
+def pick_block_backward(do: Layout, q: Layout, k: Layout, v: Layout, select_block: int) -> BlockBackwardTile | None:
     """The tile of the selected branch's backward pass; None where Triton's kernel runs."""
     # More heads spill more, and were not measured.
     few = q.shape[2] // k.shape[2] <= 16
-    return BlockTile() if few and takes_blocks((q, do), k, v, select_block) else None
+    return BlockBackwardTile() if few and takes_blocks((q, do), k, v, select_block) else None
 
 
 def layouts(problem: Problem) -> tuple[Layout, Layout]:

@@ -132,7 +132,7 @@ def kernel_set(
     over_blocks = problem_for_op(problem, "selected", block, stride, window)
     if "selected" in forward and not step and selected.forward_in_gluon(over_blocks, select_block, n_select):
         taken.append("selected forward")
-    if "selected" in backward and not step and tiles.pick_blocks(q, q, k, k, select_block) is not None:
+    if "selected" in backward and not step and tiles.pick_block_backward(q, q, k, k, select_block) is not None:
         taken.append("selected backward")
     shape = (problem.batch, problem.n_queries, problem.n_heads, problem.d_k)
     sizes = (shape, problem.n_groups, problem.d_v, n_select, select_block)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.backends.gluon.tiles import BlockTile, layouts, pick_block_forward, pick_blocks
+from nsa.backends.gluon.tiles import BlockBackwardTile, layouts, pick_block_backward, pick_block_forward
 from nsa.backends.problem import Problem
 from nsa.backends.triton import tuning
 from nsa.backends.triton.launch import MAX_PLANS, Layout, layout, new_layout
@@ -184,17 +184,17 @@ class BackwardPlan(NamedTuple):
 @lru_cache(maxsize=MAX_PLANS)
 def plan_backward(
     do: Layout, q: Layout, k: Layout, v: Layout, indices: Layout, select_block: int, n_documents: int | None,
-    offset: bool, scale: float, tile: SelectedBackwardTile | BlockTile | None,
+    offset: bool, scale: float, tile: SelectedBackwardTile | BlockBackwardTile | None,
 ) -> BackwardPlan:  # fmt: skip
     shapes = Shapes(q, k, v, indices, select_block, n_documents, offset)
-    tile = tile or pick_blocks(do, q, k, v, select_block)
+    tile = tile or pick_block_backward(do, q, k, v, select_block)
     tile = tile or pick_backward(shapes.d_k, shapes.d_v, q.dtype, capability(q.device))
     shapes, halvings = fit_blocks(shapes, tile.max_block_keys)
     return BackwardPlan(shapes.select_block, halvings, BlockBackward(shapes, do, scale, tile))
 
 
 def selected_backward(
-    upstream: Upstream, saved: Saved, branch: Selected, tile: SelectedBackwardTile | BlockTile | None = None
+    upstream: Upstream, saved: Saved, branch: Selected, tile: SelectedBackwardTile | BlockBackwardTile | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `selected_forward`, or of `gate * o` with `upstream.gate`.
 

@@ -13,15 +13,16 @@ sums its segments in their order. So the result is bitwise deterministic.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.backends.gluon.tiles import BlockTile
+from nsa.backends.gluon.tiles import BlockBackwardTile
 from nsa.backends.triton.launch import Launch, Layout, strides
 from nsa.backends.triton.primitives import COUNTS, LN_2
 from nsa.backends.triton.row_statistics import ROW_PAD, row_statistics
@@ -38,9 +39,6 @@ from nsa.backends.triton.selected.forward import (
 from nsa.backends.triton.selected.index import Chunk, Shapes, Tables, index_plans, query_start, selected_block
 from nsa.backends.triton.tiles import block_width
 from nsa.sequences import Saved, Upstream
-
-if TYPE_CHECKING:
-    from nsa.backends.gluon.selected_backward import BlockLaunch
 
 # Keys that a CTA sums over their segments.
 KEYS_PER_SUM = 16
@@ -247,7 +245,9 @@ def sum_segments_kernel(
 class BlockBackward:
     """The plan of a backward pass."""
 
-    def __init__(self, shapes: Shapes, do: Layout, scale: float, tile: SelectedBackwardTile | BlockTile) -> None:
+    def __init__(
+        self, shapes: Shapes, do: Layout, scale: float, tile: SelectedBackwardTile | BlockBackwardTile
+    ) -> None:
         self.n_groups = shapes.n_groups
         heads, segment = shapes.heads, max(1, tile.segment // shapes.heads)
         per_query, size = shapes.n_select * heads, shapes.block_sizes
@@ -272,20 +272,22 @@ class BlockBackward:
         self.together = shapes.d_k == shapes.d_v
         head_dims = [(2, shapes.d_k)] if self.together else [(1, shapes.d_k), (1, shapes.d_v)]
 
-        def differentiate_blocks(chunk: Chunk) -> Launch | BlockLaunch:
-            if isinstance(tile, BlockTile):
-                from nsa.backends.gluon.selected_backward import BlockLaunch
+        def differentiate_blocks(chunk: Chunk) -> tuple[Launch, Callable[..., dict[str, Any]]]:
+            """The launch, and how it takes queries, keys, values, output gradients and partial `dq`."""
+            if isinstance(tile, BlockBackwardTile):
+                from nsa.backends.gluon.selected_backward import block_backward
 
-                return BlockLaunch(shapes, do, self.dq_shape, chunk, scale, segment, tile)
-            return Launch(
+                return block_backward(shapes, do, self.dq_shape[0], chunk, scale, segment, tile)
+            launch = Launch(
                 block_backward_kernel, (chunk.n_segments,), **shapes.attention, **shapes.last_start,
                 **strides(d_bth=do), **chunk.where, scale=scale, n_items=chunk.n_items, n_blocks=shapes.n_blocks,
                 n_keys=shapes.n_keys, n_rows_padded=triton.cdiv(shapes.n_tokens * heads, ROW_PAD) * ROW_PAD,
                 VARLEN=shapes.n_documents is not None, BLOCK_M=tile.block_m, SEGMENT=segment, WIDE=wide,
                 NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
             )  # fmt: skip
+            return launch, lambda **tensors: {f"p_{name}": x for name, x in tensors.items()}
 
-        def launches(chunk: Chunk) -> tuple[Launch | BlockLaunch, Launch, list[Launch]]:
+        def launches(chunk: Chunk) -> tuple[tuple[Launch, Callable[..., dict[str, Any]]], Launch, list[Launch]]:
             sum_slots = Launch(
                 sum_slots_kernel, (triton.cdiv(chunk.n_queries * heads, rows), chunk.n_rows),
                 n_tokens=shapes.n_tokens, n_groups=shapes.n_groups, **chunk.where, **strides(i_btg=shapes.indices),
@@ -326,9 +328,9 @@ class BlockBackward:
             for step in steps:
                 step()
             chunks = zip(segments, launches, strict=True)
-            for (pair, low, high, last, item, order), (differentiate, sum_slots, sum_keys) in chunks:
+            for (pair, low, high, last, item, order), ((differentiate, tensors), sum_slots, sum_keys) in chunks:
                 differentiate(
-                    p_q=q, p_k=k, p_v=v, p_do=do, p_lse2=lse2, p_delta=delta, p_dq=dq_part, p_dk=dk_part,
+                    **tensors(q=q, k=k, v=v, do=do, dq=dq_part), p_lse2=lse2, p_delta=delta, p_dk=dk_part,
                     p_dv=dv_part, p_pair=pair, p_order=order, p_item=item, p_low=low, p_high=high,
                     p_last_segment=last, p_first_token=first_token, p_end_token=end_token, **start,
                 )  # fmt: skip

@@ -308,10 +308,6 @@ def needs_int64(scratch: int, *inputs: Layout) -> bool:
     return max(scratch, *(x.shape[1] * x.strides[1] for x in inputs)) >= 2**31
 
 
-def by_pointer(q: Tensor, k: Tensor, v: Tensor, partial: Tensor) -> dict[str, Any]:
-    return {"p_q": q, "p_k": k, "p_v": v, "p_o": partial}
-
-
 class BlockForward:
     """The plan of `block`. A subclass may have another kernel than `common_kernel` add up the partials of a chunk."""
 
@@ -339,17 +335,16 @@ class BlockForward:
         def attend(chunk: Chunk) -> tuple[Launch, Callable[..., dict[str, Any]]]:
             """The launch, and how it takes queries, keys, values and partial outputs."""
             if isinstance(tile, HopperForwardTile):
-                from nsa.backends.gluon.selected_forward import BlockForwardLaunch
+                from nsa.backends.gluon.selected_forward import block_forward
 
-                hopper = BlockForwardLaunch(shapes, self.partials, chunk, scale, segment, tile.attend)
-                return hopper.launch, hopper.described
+                return block_forward(shapes, n_queries, chunk, scale, segment, tile.attend)
             launch = Launch(
                 block_kernel, (chunk.n_segments,), **shapes.attention, **shapes.last_start, **chunk.where,
                 scale_log2=scale * LOG2_E, n_items=chunk.n_items, n_blocks=shapes.n_blocks, n_keys=shapes.n_keys,
                 VARLEN=shapes.n_documents is not None, BLOCK_M=tile.block_m, SEGMENT=segment, WIDE=wide,
                 NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
             )  # fmt: skip
-            return launch, by_pointer
+            return launch, lambda q, k, v, partial: {"p_q": q, "p_k": k, "p_v": v, "p_o": partial}
 
         self.launches = [[(attend(x), self.merge(x)) for x in index.chunks] for index in self.indexes]
 
@@ -378,8 +373,8 @@ class BlockForward:
                 step()
             for segments, ((attend, tensors), merge) in zip(chunks, launches, strict=True):
                 attend(
-                    **tensors(q, k, v, partial), p_lse=partial_lse, p_pair=segments.pair, p_order=segments.order,
-                    p_item=segments.item, p_low=segments.low, p_high=segments.high,
+                    **tensors(q=q, k=k, v=v, partial=partial), p_lse=partial_lse, p_pair=segments.pair,
+                    p_order=segments.order, p_item=segments.item, p_low=segments.low, p_high=segments.high,
                     p_last_segment=segments.last_segment, p_first_token=tables.first_token,
                     p_end_token=tables.end_token, **tables.start,
                 )  # fmt: skip
