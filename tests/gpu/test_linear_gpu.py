@@ -9,7 +9,14 @@ from torch import Tensor
 
 from nsa.backends.triton.decode import Norm, Weights, linear_step
 
-SIZES = [(768, (768, 384, 384, 192)), (192, (36,)), (2048, (768,)), (4096, (4096, 1024)), (100, (7, 1, 33))]
+SIZES = [
+    (768, (768, 384, 384, 192)),
+    (192, (36,)),
+    (2048, (768,)),
+    (4096, (4096, 1024)),
+    (100, (7, 1, 33)),
+    (5000, (70,)),
+]
 
 
 def normal(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -21,7 +28,7 @@ def assert_near(found: Tensor, exact: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [1, 7, 16, 32])
+@pytest.mark.parametrize("rows", [1, 3, 4, 7, 16, 32])
 @pytest.mark.parametrize(("n_in", "n_out"), SIZES)
 def test_linears(n_in: int, n_out: tuple[int, ...], rows: int, dtype: torch.dtype) -> None:
     torch.manual_seed(rows)
@@ -45,7 +52,7 @@ def test_linears(n_in: int, n_out: tuple[int, ...], rows: int, dtype: torch.dtyp
     assert all(torch.equal(a, b) for a, b in zip(found, replayed, strict=True))
 
 
-@pytest.mark.parametrize("rows", [1, 32])
+@pytest.mark.parametrize("rows", [1, 2, 32])
 def test_swiglu_and_residual(rows: int) -> None:
     torch.manual_seed(rows)
     x, residual = (normal(rows, 1, 768, dtype=torch.bfloat16) for _ in range(2))

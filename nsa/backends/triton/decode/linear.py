@@ -7,6 +7,9 @@ One launch serves up to four weights of the same input. Each CTA reads its `BLOC
 what bounds it; the rows of `x` are few and come from the L2 cache. The launches of a step write no weights, so a CTA
 loads its first tile of them before it waits for the launch before; only the `first` launch of a step waits first, for
 whatever wrote weights before the step. Each step is rounded as by torch's separate kernels.
+
+Up to `FEWEST_ROWS` rows are multiplied without tensor cores, which would have a dozen rows of zeros to multiply, by
+tiles of weights that are small and long: hardly anything but their loads is waited for.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from nsa.backends.triton.tiles import capability
 MAX_WEIGHTS = 4
 BLOCK_N = 16
 TILE_ROW_BYTES = 512
+# Rows of `x` up to which no tensor cores are used; numbers of a tile of weights then, and of one of its rows.
+FEWEST_ROWS, LONG_TILE, LONG_TILE_ROW = 4, 4096, 2048
 LINEAR, SILU, SIGMOID = (tl.constexpr(i) for i in range(3))
 ACTIVATIONS = {None: LINEAR.value, "silu": SILU.value, "sigmoid": SIGMOID.value}
 
@@ -56,12 +61,27 @@ def load_matrix(p, o_row, o_k, n_rows, K: tl.constexpr):
 
 
 @triton.jit
-def load_normalized(x, norm, b_scale, o_m, o_k, n_rows, K: tl.constexpr):
-    b_x = load_matrix(x, o_m, o_k, n_rows, K)
-    if norm is not None:
-        b_norm = tl.load(norm + o_k, mask=o_k < K, other=0.0).to(tl.float32)
-        b_x = (b_x.to(tl.float32) * b_scale[:, None] * b_norm[None, :]).to(b_x.dtype)
-    return b_x
+def load_norm(norm, o_k, K: tl.constexpr):
+    return tl.load(norm + o_k, mask=o_k < K, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def scale_by_norm(b_x, b_scale, b_norm):
+    return (b_x.to(tl.float32) * b_scale[:, None] * b_norm[None, :]).to(b_x.dtype)
+
+
+@triton.jit
+def multiply(b_w, b_x, b_y):
+    """`b_y + b_w @ b_x.T`, row by row if they are fewer than a matmul has."""
+    if b_x.shape[0] < 16:
+        o_m = tl.arange(0, b_x.shape[0])
+        for i in tl.static_range(b_x.shape[0]):
+            b_row = tl.sum(tl.where((o_m == i)[:, None], b_x.to(tl.float32), 0.0), 0)
+            b_sum = tl.sum(b_w.to(tl.float32) * b_row[None, :], 1)
+            b_y += tl.where((o_m == i)[None, :], b_sum[:, None], 0.0)
+    else:
+        b_y = tl.dot(b_w, tl.trans(b_x), b_y, input_precision="ieee")
+    return b_y
 
 
 @triton.jit(do_not_specialize=["n_rows", "eps"])
@@ -105,38 +125,45 @@ def linear_kernel(
     b_w = load_matrix(weight, o_n, o_k, n_out, K)
     if PAIRED:
         b_w_value = load_matrix(weight + N_0 * K, o_n, o_k, n_out, K)
-    if PDL and not FIRST:
-        gdc_wait()
-    b_scale = tl.zeros([BLOCK_M], tl.float32)
     if norm is not None:
-        b_squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-        for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            b_x = load_matrix(x, o_m, first + o_k, n_rows, K).to(tl.float32)
-            b_squares += b_x * b_x
-        b_scale = tl.rsqrt(tl.sum(b_squares, 1) / K + eps)
-    b_x = tl.trans(load_normalized(x, norm, b_scale, o_m, o_k, n_rows, K))
-    b_y = tl.dot(b_w, b_x, input_precision="ieee")
-    if PAIRED:
-        b_value = tl.dot(b_w_value, b_x, input_precision="ieee")
-    for first in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
-        o_k = first + tl.arange(0, BLOCK_K)
-        b_x = tl.trans(load_normalized(x, norm, b_scale, o_m, o_k, n_rows, K))
-        b_y = tl.dot(load_matrix(weight, o_n, o_k, n_out, K), b_x, b_y, input_precision="ieee")
-        if PAIRED:
-            b_w_value = load_matrix(weight + N_0 * K, o_n, o_k, n_out, K)
-            b_value = tl.dot(b_w_value, b_x, b_value, input_precision="ieee")
+        b_norm = load_norm(norm, o_k, K)
     if BIASED > 0:
         m_bias = (o_n < n_out) & ((BIASED >> i_weight) % 2 > 0)
-        b_y += tl.load(bias + o_n, mask=m_bias, other=0.0).to(tl.float32)[:, None]
+        b_bias = tl.load(bias + o_n, mask=m_bias, other=0.0).to(tl.float32)
+    o_y = (o_m * n_out)[None, :] + o_n[:, None]
+    m_y = (o_m < n_rows)[None, :] & (o_n < n_out)[:, None]
+    if PDL and not FIRST:
+        gdc_wait()
+    b_x = load_matrix(x, o_m, o_k, n_rows, K)
+    if residual is not None:
+        b_residual = tl.load(residual + o_y, mask=m_y, other=0.0).to(tl.float32)
+    if norm is not None:
+        b_squares = b_x.to(tl.float32) * b_x.to(tl.float32)
+        for first in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
+            b_next = load_matrix(x, o_m, first + o_k, n_rows, K).to(tl.float32)
+            b_squares += b_next * b_next
+        b_scale = tl.rsqrt(tl.sum(b_squares, 1) / K + eps)
+        b_x = scale_by_norm(b_x, b_scale, b_norm)
+    b_y = multiply(b_w, b_x, tl.zeros([BLOCK_N, BLOCK_M], tl.float32))
+    if PAIRED:
+        b_value = multiply(b_w_value, b_x, tl.zeros([BLOCK_N, BLOCK_M], tl.float32))
+    for first in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
+        o_k = first + tl.arange(0, BLOCK_K)
+        b_x = load_matrix(x, o_m, o_k, n_rows, K)
+        if norm is not None:
+            b_x = scale_by_norm(b_x, b_scale, load_norm(norm, o_k, K))
+        b_y = multiply(load_matrix(weight, o_n, o_k, n_out, K), b_x, b_y)
+        if PAIRED:
+            b_value = multiply(load_matrix(weight + N_0 * K, o_n, o_k, n_out, K), b_x, b_value)
+    if BIASED > 0:
+        b_y += b_bias[:, None]
     b_y = b_y.to(dtype).to(tl.float32)
     b_y *= tl.where(activation == SILU, tl.sigmoid(b_y), 1.0)
     b_y = tl.where(activation == SIGMOID, tl.sigmoid(b_y), b_y).to(dtype).to(tl.float32)
     if PAIRED:
         b_y *= b_value.to(dtype).to(tl.float32)
-    o_y = (o_m * n_out)[None, :] + o_n[:, None]
-    m_y = (o_m < n_rows)[None, :] & (o_n < n_out)[:, None]
     if residual is not None:
-        b_y += tl.load(residual + o_y, mask=m_y, other=0.0).to(tl.float32)
+        b_y += b_residual
     tl.store(out + o_y, b_y.to(dtype), mask=m_y)
 
 
@@ -159,6 +186,10 @@ class LinearPlan:
         features = [w.shape[0] // (1 + paired) for w in weights]
         assert all(w.shape[1] == n_inputs and w.strides == (n_inputs, 1) for w in weights)
         absent = range(len(weights), MAX_WEIGHTS)
+        few = n_rows <= FEWEST_ROWS
+        tile_row = LONG_TILE_ROW if few else TILE_ROW_BYTES // x.dtype.itemsize
+        block_k = max(16, min(tile_row, triton.next_power_of_2(n_inputs)))
+        block_n = LONG_TILE // block_k if few else BLOCK_N
         # Four stages of two tiles of weights and 32 rows take 114 KiB.
         crowded = paired and n_rows > 16 and capability(x.device) in SMALL_SHARED_MEMORY
         bound: dict[str, object] = {f"N_{i}": n for i, n in enumerate([*features, *(0 for _ in absent)])}
@@ -168,21 +199,21 @@ class LinearPlan:
         self.outputs = [((*rows, n), x.dtype, x.device) for n in features]
         self.launch = Launch(
             linear_kernel,
-            (sum(triton.cdiv(n, BLOCK_N) for n in features),),
+            (sum(triton.cdiv(n, block_n) for n in features),),
             **bound,
             **dependent_launch(x.device),
             n_rows=n_rows,
             eps=eps or 0.0,
             K=n_inputs,
-            BLOCK_M=max(16, triton.next_power_of_2(n_rows)),
-            BLOCK_N=BLOCK_N,
-            BLOCK_K=max(16, min(TILE_ROW_BYTES // x.dtype.itemsize, triton.next_power_of_2(n_inputs))),
-            STAGES=3 if crowded else 4,
+            BLOCK_M=triton.next_power_of_2(n_rows) if few else max(16, triton.next_power_of_2(n_rows)),
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+            STAGES=1 if few else 3 if crowded else 4,
             BIASED=sum(has << i for i, has in enumerate(biased)),
             PAIRED=paired,
             FIRST=first,
-            # Fewer rows are multiplied by fewer warps: each reads the whole tile of weights.
-            num_warps=2 if n_rows <= 16 else 4,
+            # In a matmul each warp reads the whole tile of weights: fewer rows are multiplied by fewer warps.
+            num_warps=2 if FEWEST_ROWS < n_rows <= 16 else 4,
         )
 
 
