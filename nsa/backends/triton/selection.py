@@ -7,10 +7,11 @@ A compressed block `i = j*R + u` (`R = l_sel/d`, `L = l/d`) reaches from selecti
 carries what a tile has for the first blocks of the next. Queries are processed in chunks: their importance, `[B*G,
 chunk, J]`, is the only scratch memory, and is bounded.
 
-`score_kernel`, grid (tiles of queries, B*G). One CTA owns `BLOCK_M` columns, `Q` queries times the heads of one
-group, and multiplies them with tiles of `BLOCK_N` compressed blocks. The matmul is `k q^T`, with columns
-ordered `head * Q + query`: the sum over heads is then over registers of one thread, and what is masked, pooled and
-written is `h` times smaller than the scores. Every importance is written at most once.
+`score_kernel`, grid (tiles of queries, B*G). One CTA owns `Q` queries times the heads of one group, columns that it
+multiplies with tiles of `BLOCK_N` compressed blocks. The matmul is `k q^T`, with columns ordered `head * Q + query`:
+the sum over heads is then over registers of one thread, and what is masked, pooled and written is `h` times smaller
+than the scores. Six heads are a matmul of four and one of two, not one of eight. Every importance is written at most
+once.
 
 `select_kernel`, grid (runs of queries, B*G). One CTA owns whole rows. Importance is never negative, so its bits,
 read as an integer, are in the same order: the value of the last block that is taken is found by bisection with counts,
@@ -103,13 +104,20 @@ def from_earlier(b_now, b_before, C: tl.constexpr):
 
 
 @triton.jit
+def over_heads(b_s, b_lse, scale_log2, HEADS: tl.constexpr, Q: tl.constexpr):
+    """`[BLOCK_N, HEADS * Q]` scores to `[BLOCK_N, Q]` sums of probabilities."""
+    return tl.sum(tl.reshape(tl.math.exp2(b_s * scale_log2 - b_lse[None, :]), [b_s.shape[0], HEADS, Q]), 1)
+
+
+@triton.jit
 def score_document(
-    q0, q1, b_lse, k, p_row, o_seen, m_t, n_seen, n_keys, stride_kn, n_columns, scale_log2,
-    R: tl.constexpr, R_PAD: tl.constexpr, OVERLAP: tl.constexpr, REACH: tl.constexpr,
-    H_PAD: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    q0, q1, b_lse, q_rest, b_lse_rest, k, p_row, o_seen, m_t, n_seen, n_keys, stride_kn, n_columns, scale_log2,
+    R: tl.constexpr, R_PAD: tl.constexpr, OVERLAP: tl.constexpr, REACH: tl.constexpr, H_LOW: tl.constexpr,
+    H_REST: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr, ROW_WARPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Importance of one document's selection blocks for one tile of queries; its compressed blocks start at `k`."""
+    """Importance of one document's selection blocks for one tile of queries; its compressed blocks start at `k`. `q0`,
+    and `q1` with the rest of the features, are of the first `H_LOW` heads, `q_rest` of the `H_REST` others."""
     BLOCK_J: tl.constexpr = BLOCK_N // R_PAD
     REPEATS: tl.constexpr = BLOCK_N // (16 * ROW_WARPS)
     TENSOR_CORES: tl.constexpr = q0.dtype != tl.float32
@@ -130,18 +138,18 @@ def score_document(
         # [BLOCK_N], rows past the last block repeat it and are masked below
         o_i = (j + o_n // R_PAD) * R + o_n % R_PAD
         p_k = k + tl.minimum(o_i, n_keys - 1).to(tl.int64)[:, None] * stride_kn
+        if BLOCK_E == 0 and BLOCK_D > D:
+            b_k = tl.load(p_k + o_d[None, :], mask=(o_d < D)[None, :], other=0.0)
+        else:
+            b_k = tl.load(p_k + o_d[None, :])
+        b_s = tl.dot(b_k, q0, input_precision=PRECISION)
         if BLOCK_E > 0:
             o_e = BLOCK_D + tl.arange(0, BLOCK_E)
-            b_s = tl.dot(tl.load(p_k + o_d[None, :]), q0, input_precision=PRECISION)
             b_ke = tl.load(p_k + o_e[None, :], mask=(o_e < D)[None, :], other=0.0)
             b_s = tl.dot(b_ke, q1, b_s, input_precision=PRECISION)
-        elif BLOCK_D > D:
-            b_s = tl.dot(tl.load(p_k + o_d[None, :], mask=(o_d < D)[None, :], other=0.0), q0, input_precision=PRECISION)
-        else:
-            b_s = tl.dot(tl.load(p_k + o_d[None, :]), q0, input_precision=PRECISION)
-        # [BLOCK_N, H_PAD * Q] to [BLOCK_N, Q]
-        b_p = tl.math.exp2(b_s * scale_log2 - b_lse[None, :])
-        b_p = tl.sum(tl.reshape(b_p, [BLOCK_N, H_PAD, Q]), 1)
+        b_p = over_heads(b_s, b_lse, scale_log2, H_LOW, Q)
+        if H_REST > 0:
+            b_p += over_heads(tl.dot(b_k, q_rest, input_precision=PRECISION), b_lse_rest, scale_log2, H_REST, Q)
         m_p = o_i[:, None] < o_seen[None, :]
         if R_PAD > R:
             m_p = m_p & (o_n % R_PAD < R)[:, None]
@@ -170,11 +178,32 @@ def load_columns(
     q, o_t, o_head, m_column, stride_qt, stride_qh,
     FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """`[WIDTH, BLOCK_M]` of `q [S, h, D]`: a column per query and head, features `FIRST` on; zeros where masked."""
+    """`[WIDTH, columns]` of `q [S, h, D]`: a column per query and head, features `FIRST` on; zeros where masked."""
     o_d = FIRST + tl.arange(0, WIDTH)
     p_q = q + (o_t.to(tl.int64) * stride_qt + o_head.to(tl.int64) * stride_qh)[:, None] + o_d[None, :]
     b_q = tl.load(p_q, mask=m_column[:, None] & (o_d < D)[None, :], other=0.0)
     return tl.trans(b_q)
+
+
+@triton.jit
+def load_heads(
+    q, lse, t_first, t_hi, stride_qt, stride_qh, stride_lt, stride_lh,
+    FIRST: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, Q: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Of `HEADS` heads from `FIRST` on: columns of queries, of the rest of their features, and LSEs in base 2."""
+    o_c = tl.arange(0, HEADS * Q)
+    o_head = FIRST + o_c // Q
+    o_t = t_first + o_c % Q
+    m_column = (o_t < t_hi) & (o_head < H)
+    b_q0 = load_columns(q, o_t, o_head, m_column, stride_qt, stride_qh, FIRST=0, WIDTH=BLOCK_D, D=D)
+    b_q1 = b_q0
+    if BLOCK_E > 0:
+        b_q1 = load_columns(q, o_t, o_head, m_column, stride_qt, stride_qh, FIRST=BLOCK_D, WIDTH=BLOCK_E, D=D)
+    # A column that is not there, or sees nothing, must add nothing: exp2(s - inf) = 0.
+    p_lse = lse + o_t.to(tl.int64) * stride_lt + o_head.to(tl.int64) * stride_lh
+    b_lse = tl.load(p_lse, mask=m_column, other=float("inf")) * 1.4426950408889634
+    return b_q0, b_q1, tl.where(b_lse == float("-inf"), float("inf"), b_lse)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -182,10 +211,10 @@ def score_kernel(
     q, k_cmp, lse, importance, document, cu_seqlens, k_offset,
     t_lo, t_hi, n_keys, n_columns, scale_log2,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_lb, stride_lt, stride_lh,
-    G: tl.constexpr, H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
-    R: tl.constexpr, R_PAD: tl.constexpr, OVERLAP: tl.constexpr, REACH: tl.constexpr, VARLEN: tl.constexpr,
-    Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    ROW_WARPS: tl.constexpr, PRECISION: tl.constexpr, p_start=None,
+    G: tl.constexpr, H: tl.constexpr, H_LOW: tl.constexpr, H_REST: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, OVERLAP: tl.constexpr,
+    REACH: tl.constexpr, VARLEN: tl.constexpr, Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr, ROW_WARPS: tl.constexpr, PRECISION: tl.constexpr, p_start=None,
 ):  # fmt: skip
     """Importance for queries `[t_lo, t_hi)`: one tile of `Q` queries, one group."""
     # The longest rows first: they are what the last wave would wait for.
@@ -198,19 +227,16 @@ def score_kernel(
     q += i_b.to(tl.int64) * stride_qb + (i_g * H).to(tl.int64) * stride_qh
     lse += i_b.to(tl.int64) * stride_lb + (i_g * H).to(tl.int64) * stride_lh
     k_cmp += i_b.to(tl.int64) * stride_kb + i_g.to(tl.int64) * stride_kg
-    o_c = tl.arange(0, H_PAD * Q)
-    o_head = o_c // Q
-    o_ct = t_first + o_c % Q
-    m_column = (o_ct < t_hi) & (o_head < H)
-    b_q0 = load_columns(q, o_ct, o_head, m_column, stride_qt, stride_qh, FIRST=0, WIDTH=BLOCK_D, D=D)
-    if BLOCK_E > 0:
-        b_q1 = load_columns(q, o_ct, o_head, m_column, stride_qt, stride_qh, FIRST=BLOCK_D, WIDTH=BLOCK_E, D=D)
-    else:
-        b_q1 = b_q0
-    # A column that is not there, or sees nothing, must add nothing: exp2(s - inf) = 0.
-    p_lse = lse + o_ct.to(tl.int64) * stride_lt + o_head.to(tl.int64) * stride_lh
-    b_lse = tl.load(p_lse, mask=m_column, other=float("inf")) * 1.4426950408889634
-    b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse)
+    b_q0, b_q1, b_lse = load_heads(
+        q, lse, t_first, t_hi, stride_qt, stride_qh, stride_lt, stride_lh,
+        FIRST=0, HEADS=H_LOW, H=H, Q=Q, D=D, BLOCK_D=BLOCK_D, BLOCK_E=BLOCK_E,
+    )  # fmt: skip
+    b_q_rest, b_lse_rest = b_q0, b_lse
+    if H_REST > 0:
+        b_q_rest, _, b_lse_rest = load_heads(
+            q, lse, t_first, t_hi, stride_qt, stride_qh, stride_lt, stride_lh,
+            FIRST=H_LOW, HEADS=H_REST, H=H, Q=Q, D=D, BLOCK_D=BLOCK_D, BLOCK_E=0,
+        )  # fmt: skip
 
     # [Q], from here on the heads of a group are one
     o_t = t_first + tl.arange(0, Q)
@@ -230,18 +256,18 @@ def score_kernel(
             n_seen = complete_blocks(tl.minimum(i_last, end - 1) - begin, BLOCK, STRIDE)
             n_seen = tl.minimum(n_seen, n_keys - i_k)
             score_document(
-                b_q0, b_q1, b_lse, k_cmp + i_k.to(tl.int64) * stride_kn, p_row, tl.minimum(o_seen, n_seen),
-                m_t & (o_row >= begin) & (o_row < end), n_seen, n_keys - i_k, stride_kn, n_columns, scale_log2,
-                R=R, R_PAD=R_PAD, OVERLAP=OVERLAP, REACH=REACH, H_PAD=H_PAD, Q=Q, D=D, BLOCK_D=BLOCK_D,
-                BLOCK_E=BLOCK_E, BLOCK_N=BLOCK_N, ROW_WARPS=ROW_WARPS, PRECISION=PRECISION,
+                b_q0, b_q1, b_lse, b_q_rest, b_lse_rest, k_cmp + i_k.to(tl.int64) * stride_kn, p_row,
+                tl.minimum(o_seen, n_seen), m_t & (o_row >= begin) & (o_row < end), n_seen, n_keys - i_k, stride_kn,
+                n_columns, scale_log2, R=R, R_PAD=R_PAD, OVERLAP=OVERLAP, REACH=REACH, H_LOW=H_LOW, H_REST=H_REST, Q=Q,
+                D=D, BLOCK_D=BLOCK_D, BLOCK_E=BLOCK_E, BLOCK_N=BLOCK_N, ROW_WARPS=ROW_WARPS, PRECISION=PRECISION,
             )  # fmt: skip
     else:
         n_seen = tl.minimum(complete_blocks(i_last, BLOCK, STRIDE), n_keys)
         o_seen = tl.minimum(complete_blocks(o_row, BLOCK, STRIDE), n_keys)
         score_document(
-            b_q0, b_q1, b_lse, k_cmp, p_row, o_seen, m_t, n_seen, n_keys, stride_kn, n_columns, scale_log2,
-            R=R, R_PAD=R_PAD, OVERLAP=OVERLAP, REACH=REACH, H_PAD=H_PAD, Q=Q, D=D, BLOCK_D=BLOCK_D,
-            BLOCK_E=BLOCK_E, BLOCK_N=BLOCK_N, ROW_WARPS=ROW_WARPS, PRECISION=PRECISION,
+            b_q0, b_q1, b_lse, b_q_rest, b_lse_rest, k_cmp, p_row, o_seen, m_t, n_seen, n_keys, stride_kn, n_columns,
+            scale_log2, R=R, R_PAD=R_PAD, OVERLAP=OVERLAP, REACH=REACH, H_LOW=H_LOW, H_REST=H_REST, Q=Q, D=D,
+            BLOCK_D=BLOCK_D, BLOCK_E=BLOCK_E, BLOCK_N=BLOCK_N, ROW_WARPS=ROW_WARPS, PRECISION=PRECISION,
         )  # fmt: skip
 
 
@@ -361,12 +387,13 @@ def select_kernel(
             )  # fmt: skip
 
 
-def split_width(dim: int) -> tuple[int, int]:
-    """A head_dim as one power of two, or as two of them where that wastes less: 192 is 128 + 64, not 256."""
-    low = 1 << (dim.bit_length() - 1)
-    if dim == low or dim < 16:
-        return max(16, low if dim == low else 2 * low), 0
-    rest = max(16, triton.next_power_of_2(dim - low))
+def split_width(size: int, least: int = 16) -> tuple[int, int]:
+    """A head_dim, or a number of heads, as one power of two of at least `least`, or as two of them where that wastes
+    less: 192 is 128 + 64, not 256."""
+    low = 1 << (size.bit_length() - 1)
+    if size == low or size < least:
+        return max(least, low if size == low else 2 * low), 0
+    rest = max(least, triton.next_power_of_2(size - low))
     return (low, rest) if low + rest < 2 * low else (2 * low, 0)
 
 
@@ -427,11 +454,15 @@ class SelectionPlan:
                 f"a sequence of {n_positions(length)} tokens: at most {MAX_SELECT_BLOCKS} selection blocks"
             )
         tile = tile or default_tile(dim, heads, q.dtype, capability(q.device))
-        h_pad, r_pad = triton.next_power_of_2(heads), triton.next_power_of_2(ratio)
-        queries = max(1, tile.block_m // h_pad)
+        r_pad = triton.next_power_of_2(ratio)
+        queries = max(1, tile.block_m // triton.next_power_of_2(heads))
         # What reaches further than a tile of blocks would have to be carried over several.
         block_n = max(tile.block_n, r_pad * triton.next_power_of_2(max(1, reach)), 16)
         block_d, block_e = split_width(dim)
+        # A matmul has at least 16 columns.
+        h_low, h_rest = split_width(heads, triton.cdiv(16, queries))
+        if block_e:
+            h_low, h_rest = triton.next_power_of_2(heads), 0
         chunks = query_chunks(length, rows, n_columns, queries)
         self.shape = (batch, length, n_groups, n_select)
         self.scratch = max(rows * (hi - lo) * n_columns(hi) for lo, hi in chunks)
@@ -453,9 +484,10 @@ class SelectionPlan:
             return Launch(
                 score_kernel, (triton.cdiv(hi - lo, queries), rows), **shared,
                 **strides(q_bth=q, k_bng=k_cmp, l_bth=lse), t_lo=lo, t_hi=hi, n_columns=n_columns(hi),
-                scale_log2=scale * LOG2_E, H=heads, H_PAD=h_pad, D=dim, R_PAD=r_pad, REACH=reach, Q=queries,
-                BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_E=block_e, ROW_WARPS=min(tile.num_warps, block_n // 16),
-                PRECISION="ieee", num_warps=tile.num_warps, num_stages=tile.num_stages,
+                scale_log2=scale * LOG2_E, H=heads, H_LOW=h_low, H_REST=h_rest, D=dim, R_PAD=r_pad, REACH=reach,
+                Q=queries, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_E=block_e,
+                ROW_WARPS=min(tile.num_warps, block_n // 16), PRECISION="ieee", num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
             )  # fmt: skip
 
         def select(lo: int, hi: int) -> Launch:
