@@ -143,7 +143,9 @@ class Decoder:
         """Pick a token at every position of `logits [B, T, V]`, and make the kept ones the rows' newest."""
         width = logits.shape[1]
         offset = torch.arange(width, device=self.device)
-        draw = self.draws.gather(1, (self.index[:, None] + offset).clamp_max(self.draws.shape[1] - 1))
+        draw = None
+        if self.options.temperature:
+            draw = self.draws.gather(1, (self.index[:, None] + offset).clamp_max(self.draws.shape[1] - 1))
         # Draft tokens are copied from the text, so all of them were seen.
         picked = pick(logits, draw, self.options, None if self.seen is None else self.seen[:, None])
         kept = torch.ones_like(self.kept)

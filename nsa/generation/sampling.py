@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nsa.generation.options import Options
+from nsa.rope import fused
 
 # The largest number drawn: times a sum of probabilities it stays below that sum.
 MAX_DRAW = 1 - 2**-50
@@ -21,15 +22,19 @@ def draws(options: Options, batch_size: int, n_tokens: int, device: torch.device
     return torch.stack(rows).clamp_max(MAX_DRAW).to(device)
 
 
-def pick(logits: Tensor, draw: Tensor, options: Options, seen: Tensor | None = None) -> Tensor:
+def pick(logits: Tensor, draw: Tensor | None, options: Options, seen: Tensor | None = None) -> Tensor:
     """The next token at every position, int64 `[...]`, -1 where `logits [..., V]` are not finite.
 
     Args:
         logits: `[..., V]`.
-        draw: `[...]` uniform random numbers in `[0, 1)`; not used by greedy decoding.
+        draw: `[...]` uniform random numbers in `[0, 1)`; None for greedy decoding.
         options: Temperature, filters and penalty.
         seen: bool, broadcast to `[..., V]`: the tokens that `repetition_penalty` applies to. None: no penalty.
     """
+    if options.temperature == 0 and seen is None and fused(logits):
+        from nsa.backends.triton.greedy import most_likely
+
+        return most_likely(logits)
     finite = logits.isfinite().all(dim=-1)
     # A CUDA assert on NaN would end the process.
     logits = logits.where(finite[..., None], 0.0).float()
@@ -37,6 +42,7 @@ def pick(logits: Tensor, draw: Tensor, options: Options, seen: Tensor | None = N
         logits = penalize(logits, seen, options.repetition_penalty)
     if options.temperature == 0:
         return logits.argmax(dim=-1).where(finite, -1)
+    assert draw is not None
     probabilities = (logits / options.temperature).softmax(dim=-1)
     if options.top_k is None and options.top_p is None and options.min_p is None:
         return inverse_cdf(probabilities, draw).where(finite, -1)
