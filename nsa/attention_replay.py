@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from nsa.backends.routing import router
 from nsa.once import differentiable_once
-from nsa.replay import BothPasses, Results, can_replay, situation
+from nsa.replay import MAX_ATTENTION, BothPasses, Results, can_replay, situation
 
 ONCE_ONLY_ATTENTION = "nsa.ops.attention is differentiable once. For second derivatives, use nsa.reference"
 
@@ -79,7 +79,7 @@ def replay_attention(passes: Passes, inputs: tuple[Tensor, ...], rest: tuple[Any
     `passes`: the bodies of `nsa::attention` and its backward; `inputs`: their tensors; `rest`: what follows the places
     of queries."""
     q, differentiable = inputs[0], torch.is_grad_enabled()
-    if forward_ad._current_level >= 0 or not can_replay(q, *rest[-2:]):
+    if forward_ad._current_level >= 0 or not can_replay(q, MAX_ATTENTION, *rest[-2:]):
         return None
     layouts = [(x.shape, x.dtype) for x in inputs]
     make = partial(AttentionReplay, passes, inputs, rest, differentiable)

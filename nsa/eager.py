@@ -26,7 +26,7 @@ from nsa.once import differentiable_once
 from nsa.ops.compress import COMPRESS_MEAN, GATHER_BLOCKS
 from nsa.ops.fused import run_backward, run_forward
 from nsa.ops.registry import PLAIN
-from nsa.replay import BothPasses, Results, addresses, can_replay, situation
+from nsa.replay import MAX_LAYER, BothPasses, Results, addresses, can_replay, situation
 from nsa.sequences import Pooling, branch_of
 
 if TYPE_CHECKING:
@@ -471,7 +471,7 @@ class ReplayNode(torch.autograd.Function):
 def replay_layer(layer: NSAAttention, x: Tensor, parameters: Sequence[Tensor]) -> Tensor | None:
     """The layer's output `[B, S, dim]` for fixed-length sequences; None where this call is not to be replayed."""
     c, dtype, differentiable = layer.config, parameters[0].dtype, torch.is_grad_enabled()
-    if not can_replay(x, c.backend, c.strict) or not all(p.is_contiguous() for p in parameters):
+    if not can_replay(x, MAX_LAYER, c.backend, c.strict) or not all(p.is_contiguous() for p in parameters):
         return None
     key = (x.shape, *situation(x), dtype, *map(id, made_of(layer)), *addresses(parameters))
     found = layer.captures.find(key, lambda: LayerReplay(layer, x.to(matmul_dtype(x)), parameters, differentiable))

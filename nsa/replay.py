@@ -25,8 +25,8 @@ from nsa.cuda_graph import capture_graph
 from nsa.dtypes import matmul_dtype
 
 DEVICE = "cuda"
-# Elements of the input up to which launching takes the host longer than computing takes a GPU.
-MAX_REPLAYED = 4 << 20
+# Elements of the input up to which launching takes the host longer than computing, and copying, takes a GPU.
+MAX_ATTENTION, MAX_LAYER = 4 << 20, 12 << 20
 # Other backends may keep tables that they replace one day.
 REPLAYABLE = ("triton",)
 # Bytes. Triton's kernels are compiled for pointers that torch's allocator aligns.
@@ -164,9 +164,10 @@ class BothPasses:
         return self.backward
 
 
-def can_replay(x: Tensor, backend: str, strict: bool) -> bool:
-    """Whether an eager call with `x` for its largest input, and fixed-length sequences, may be replayed."""
-    if x.device.type != DEVICE or prod(x.shape) > MAX_REPLAYED or strict or backend not in ("auto", "triton"):
+def can_replay(x: Tensor, most: int, backend: str, strict: bool) -> bool:
+    """Whether an eager call with fixed-length sequences, and `x` for its largest input, may be replayed: one of up to
+    `most` elements."""
+    if x.device.type != DEVICE or prod(x.shape) > most or strict or backend not in ("auto", "triton"):
         return False
     if torch.cuda.is_current_stream_capturing() or not settings.current().replay or router().logs_calls:
         return False
