@@ -182,6 +182,7 @@ class NSAAttention(nn.Module):
             stepped = fused_step(self, x, cache, counts, position_offset, every_branch, plain=plain)
             if stepped is not None:
                 o, indices, gates = stepped
+                assert gates is not None
                 return self.o_proj(o.flatten(2)), indices, gates
         q, raw, selected, window = self.project(x, self.angles(x, cu_seqlens, cache, position_offset))
         gates = self.gate(x).to(q.dtype)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from nsa.attention import NSAAttention
     from nsa.compression import Compression
 
-# With more rows, or larger weights, cuBLAS is the better matmul.
-MAX_LINEAR_ROWS = 32
+# With more rows cuBLAS is the better matmul, and of large weights with more than two.
+MAX_LINEAR_ROWS, ANY_SIZE_ROWS = 32, 2
 MAX_LINEAR_BYTES = 1 << 24
 # Methods that the kernels replace; a subclass may override them.
 STEP_METHODS = ("project", "angles", "split_keys", "attend", "compress_blocks")
@@ -56,13 +56,15 @@ def fused_step(
     *,
     norm: RowNorm | None = None,
     plain: bool = False,
-) -> tuple[Tensor, Tensor, Tensor] | None:
+    first: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Append the tokens `norm(x [B,T,dim])`, the first `counts [B]` of which are real, to `cache` and attend from them,
-    by the branch that the gate is pinned to or, with `every_branch`, by all. A `plain` layer is no subclass.
+    by the branch that the gate is pinned to or, with `every_branch`, by all. A `plain` layer is no subclass; the
+    launches before one that is not `first` have written no weights.
 
     Returns:
-        `o [B,T,Hq,Dv]`, the selected blocks `[B,T,G,n_sel]` and the gates `[B,T,Hq,3]`; None where the decode kernels
-        do not run the step, and the cache's lengths are as they were.
+        `o [B,T,Hq,Dv]`, the selected blocks `[B,T,G,n_sel]` and without a `norm` the gates `[B,T,Hq,3]`; None where the
+        decode kernels do not run the step, and the cache's lengths are as they were.
 
     Raises:
         ValueError: the tokens do not fit into the cache.
@@ -73,9 +75,9 @@ def fused_step(
         return None
     c = layer.config
 
-    def launch() -> tuple[Tensor, Tensor, Tensor]:
+    def launch() -> tuple[Tensor, Tensor, Tensor | None]:
         decode, _ = triton.load("decode")
-        q, keys, values, gates = project(layer, x, norm, plain)
+        q, keys, values, gates = project(layer, x, norm, plain, first)
         ks = (keys,) * 3 if c.share_kv else keys.split(c.n_kv_groups, dim=2)
         new = decode.Projected(q, *zip(ks, layer.split_values(values), strict=True))
         phi = None if c.phi == "mean" else (weights_of(decode, layer.phi_k), weights_of(decode, layer.phi_v))
@@ -91,7 +93,7 @@ def fused_step(
             position_offset=position_offset,
             counts=counts,
         )
-        return o, indices, gates
+        return o, indices, gates if norm is None else None
 
     return run_step("decode_step", launch, c, x, cache, counts)
 
@@ -100,7 +102,7 @@ def run_step(
     name: str, launch: Callable[[], T], config: NSAConfig, x: Tensor, cache: RowCache, counts: Tensor | None
 ) -> T | None:
     """What `launch()` returns, the step `name` of a layer, after which the cache is longer; else as of `fused_step`."""
-    problem = step_problem(config, x, cache)
+    problem = step_problem(config, x, cache.max_len)
     falls_back = config.backend == "auto" and not config.strict
     if not kernels_run(problem, config.backend) or (falls_back and (problem, name) in router().failed):
         return None
@@ -142,9 +144,12 @@ def readable(phi: Compression, device: torch.device) -> bool:
     return plain and all(w.is_contiguous() and w.device == device for w in weights)
 
 
-def project(layer: NSAAttention, x: Tensor, norm: RowNorm | None, plain: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys and values as by `layer.heads`, and the gates, of `norm(x)`; in two launches where the layer is a
-    `plain` one, whose parameters say all that it does."""
+def project(
+    layer: NSAAttention, x: Tensor, norm: RowNorm | None, plain: bool, first: bool
+) -> tuple[Tensor, Tensor, Tensor, Any]:
+    """Queries, keys and values as by `layer.heads`, and the gates, of `norm(x)`; one launch, and one more for the last
+    layer of the gates, where the layer is a `plain` one, whose parameters say all that it does. With a `norm` that last
+    layer may be left to the step."""
     c, gate = layer.config, layer.gate
     parameters = eager.parameters_of(layer, x) if plain else None
     if parameters is None or not few_rows(x, *parameters):
@@ -154,19 +159,22 @@ def project(layer: NSAAttention, x: Tensor, norm: RowNorm | None, plain: bool) -
     decode, _ = triton.load("decode")
     inner, inner_bias, outer, outer_bias = p.gate
     weights = [*map(decode.Weights, (p.q, p.k, p.v)), decode.Weights(inner, inner_bias, "silu")]
-    *projected, hidden = triton.linear_step(x, *weights, norm=norm_of(decode, norm), first=True)
+    *projected, hidden = triton.linear_step(x, *weights, norm=norm_of(decode, norm), first=first)
+    q, k, v = (y.unflatten(-1, (-1, size)) for y, size in zip(projected, (c.d_k, c.d_k, c.d_v), strict=True))
     sigmoid = gate.config.gate == "sigmoid" and gate.config.drop_branch is None
+    if sigmoid and norm is not None:
+        return q, k, v, decode.GateLayer(hidden, outer, outer_bias)
     (gates,) = triton.linear_step(hidden, decode.Weights(outer, outer_bias, "sigmoid" if sigmoid else None))
     gates = gates.unflatten(-1, (c.n_heads, -1))
-    q, k, v = (y.unflatten(-1, (-1, size)) for y, size in zip(projected, (c.d_k, c.d_k, c.d_v), strict=True))
     return q, k, v, gates if sigmoid else gate.activate(gates)
 
 
 def few_rows(x: Tensor, *weights: Tensor) -> bool:
     """Whether the linear kernel takes `x [B,T,K]` and these weights."""
-    if x.shape[0] * x.shape[1] > MAX_LINEAR_ROWS or not x.is_contiguous() or torch.is_grad_enabled():
+    n_rows = x.shape[0] * x.shape[1]
+    if n_rows > MAX_LINEAR_ROWS or not x.is_contiguous() or torch.is_grad_enabled():
         return False
-    fitting = (w.is_contiguous() and w.nbytes <= MAX_LINEAR_BYTES for w in weights)
+    fitting = (w.is_contiguous() and (n_rows <= ANY_SIZE_ROWS or w.nbytes <= MAX_LINEAR_BYTES) for w in weights)
     return all(fitting) and all((w.dtype, w.device) == (x.dtype, x.device) for w in weights)
 
 
@@ -181,12 +189,13 @@ def is_plain_step(x: Tensor, dtype: torch.dtype, cache: RowCache) -> bool:
     return plain and x.shape[1] <= min(triton.MAX_STEP_TOKENS, cache.max_len) and x.dtype == dtype == cache.dtype
 
 
-def step_problem(config: NSAConfig, x: Tensor, cache: RowCache) -> Problem:
+def step_problem(config: NSAConfig, x: Tensor, max_len: int) -> Problem:
+    """Of the tokens `x [B,T,dim]` over a cache of `max_len`."""
     c = config
     return Problem(
         batch=x.shape[0],
         n_queries=x.shape[1],
-        n_keys=cache.max_len,
+        n_keys=max_len,
         n_heads=c.n_heads,
         n_groups=c.n_kv_groups,
         d_k=c.d_k,

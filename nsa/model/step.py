@@ -1,13 +1,15 @@
 """A cached step of a whole layer in few launches: what surrounds the attention joins its matmuls.
 
-    norm, projections | gate | the attention's kernels | output, residual | norm, SwiGLU | down projection, residual
+    norm, projections | the attention's kernels | output, residual | norm, SwiGLU | down projection, residual
 
-Where a part is no plain one (hooks, adapters, another class, quantized or offloaded weights), or there are too many
-rows, the layer's modules run as usual.
+The head is one more. Where a part is no plain one (hooks, adapters, another class, quantized or offloaded weights), or
+there are too many rows, the layer's modules run as usual.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,14 +18,16 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from nsa.attention import NSAAttention
 from nsa.backends import triton
+from nsa.backends.problem import Problem
 from nsa.backends.routing import BackendFailure, router
 from nsa.cache import NSACache, RowCache
-from nsa.decoding import few_rows, fused_step, norm_of, step_problem
+from nsa.config import NSAConfig
+from nsa.decoding import few_rows, fused_step, kernels_run, norm_of, step_problem
 from nsa.eager import METHODS, is_plain_linear
 from nsa.model.dense import DenseAttention, DenseCache
 
 if TYPE_CHECKING:
-    from nsa.model.transformer import Layer
+    from nsa.model.transformer import LM, Layer
 
 
 def fused_layer(layer: Layer, x: Tensor, cache: RowCache, counts: Tensor | None) -> Tensor | None:
@@ -44,23 +48,50 @@ def fused_layer(layer: Layer, x: Tensor, cache: RowCache, counts: Tensor | None)
         return None
     c = layer.attention.config
     falls_back = c.backend == "auto" and not c.strict
-    if falls_back and router().failed and (step_problem(c, x, cache), "linear_step") in router().failed:
+    if falls_back and router().failed and (step_problem(c, x, cache.max_len), "linear_step") in router().failed:
         return None
     o = attention_step(layer, x, cache, counts)
     if o is None:
         return None
     o = o.flatten(2)
+    after = unless_it_fails(partial(after_attention, layer, x, o), c, step_problem(c, x, cache.max_len))
+    if after is not None:
+        return after
+    # The tokens are in the cache by now.
+    x = x + layer.attention.o_proj(o)
+    return x + layer.mlp(layer.mlp_norm(x))
+
+
+def fused_head(model: LM, x: Tensor) -> Tensor | None:
+    """`model.logits(x)` in one launch, for a few rows `[B,T,dim]`; None where torch multiplies them."""
+    c, weight = model.config.attn, model.head_weight
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+        return None
+    if x.dim() != 3 or not few_rows(x, weight):
+        return None
+    problem = step_problem(c, x, 1)
+    if not kernels_run(problem, c.backend) or (problem, "linear_step") in router().failed:
+        return None
+
+    def launch() -> Tensor:
+        decode, _ = triton.load("decode")
+        logits: Tensor = triton.linear_step(x, decode.Weights(weight), first=True)[0]
+        return logits
+
+    return unless_it_fails(launch, c, problem)
+
+
+def unless_it_fails(launch: Callable[[], Tensor], config: NSAConfig, problem: Problem) -> Tensor | None:
+    """What linear kernels return; None where they fail and torch may take their place, from now on."""
+    falls_back = config.backend == "auto" and not config.strict
     try:
-        return after_attention(layer, x, o)
+        return launch()
     except BackendFailure as failure:
-        problem = step_problem(c, x, cache)
         router().note_failure("triton", problem, "linear_step", str(failure), "torch" if falls_back else None)
         if not falls_back:
             raise
         router().failed[problem, "linear_step"] = str(failure)
-    # The tokens are in the cache by now.
-    x = x + layer.attention.o_proj(o)
-    return x + layer.mlp(layer.mlp_norm(x))
+        return None
 
 
 def after_attention(layer: Layer, x: Tensor, o: Tensor) -> Tensor:
@@ -79,7 +110,7 @@ def attention_step(layer: Layer, x: Tensor, cache: RowCache, counts: Tensor | No
     attention, norm = layer.attention, layer.attention_norm
     if type(attention) is NSAAttention and isinstance(cache, NSACache):
         attention.check(x, None, None, cache, 0)
-        stepped = fused_step(attention, x, cache, counts, 0, norm=norm, plain=True)
+        stepped = fused_step(attention, x, cache, counts, 0, norm=norm, plain=True, first=layer.first)
         return None if stepped is None else stepped[0]
     if type(attention) is DenseAttention and isinstance(cache, DenseCache):
         c, linears = attention.config, (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -89,7 +120,7 @@ def attention_step(layer: Layer, x: Tensor, cache: RowCache, counts: Tensor | No
         def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             decode, _ = triton.load("decode")
             weights = [decode.Weights(linear.weight) for linear in linears]
-            q, k, v = triton.linear_step(x, *weights, norm=norm_of(decode, norm), first=True)
+            q, k, v = triton.linear_step(x, *weights, norm=norm_of(decode, norm), first=layer.first)
             return q.unflatten(-1, (-1, c.d_k)), k.unflatten(-1, (-1, c.d_k)), v.unflatten(-1, (-1, c.d_v))
 
         return attention.fused_step(x, cache, counts, project)

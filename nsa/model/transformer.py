@@ -27,7 +27,7 @@ from nsa.model.alternatives import BigBirdAttention, LongformerAttention, Slidin
 from nsa.model.config import AttentionKind, LMConfig
 from nsa.model.dense import DenseAttention, DenseCache
 from nsa.model.loss import chunked_cross_entropy
-from nsa.model.step import fused_layer
+from nsa.model.step import fused_head, fused_layer
 
 Cache = NSACache | DenseCache
 
@@ -191,7 +191,8 @@ class LM(nn.Module):
         Returns:
             `[..., V]`.
         """
-        return F.linear(x, self.head_weight)
+        logits = fused_head(self, x)
+        return F.linear(x, self.head_weight) if logits is None else logits
 
     @property
     def blocks(self) -> Sequence[Layer]:
@@ -356,11 +357,13 @@ def apply_layer(layer: Layer, x: Tensor, cache: Cache | None, recompute: bool, *
 
 
 class Layer(nn.Module):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`; `index`: its place in the model."""
 
     def __init__(self, config: LMConfig, index: int) -> None:
         super().__init__()
         dim = config.attn.dim
+        # Between layers, nothing writes weights.
+        self.first = index == 0
         self.attention_norm = RMSNorm(dim, config.norm_eps)
         self.attention = new_attention(config, index)
         self.mlp_norm = RMSNorm(dim, config.norm_eps)

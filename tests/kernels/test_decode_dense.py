@@ -225,7 +225,7 @@ def test_scratch_is_small_beside_the_cache(max_len: int, tokens: int, heads: int
     q = new_layout((batch, tokens, heads, head_dim), torch.bfloat16, cpu)
     store = new_layout((batch, max_len + 1, groups, head_dim), torch.bfloat16, cpu)
     kv, how = (store, store), Hyperparameters(1, 1, 1, 0, 0, 0, 0, 1.0, max_len, "cmp")
-    plan = DecodePlan(q, kv, kv, kv, None, how, dense.step_tile(max_len), True, False, Form())
+    plan = DecodePlan(q, kv, kv, kv, None, how, dense.step_tile(max_len), Form(), True, False, 0)
     assert not plan.pooled
     _, splits, rows, d_v = plan.partials["partial_o"]
     assert splits <= dense.MAX_SPLITS

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nsa.backends.triton.decode.dense import DenseStore, dense_step
 from nsa.backends.triton.decode.linear import Norm, Weights, linear_step
-from nsa.backends.triton.decode.plan import DecodeTile, Form, Hyperparameters, Pages, plan_decode
+from nsa.backends.triton.decode.plan import DecodeTile, Form, GateLayer, Hyperparameters, Pages, plan_decode
 from nsa.backends.triton.decode.step import Mlp, Projected, Stores, decode_step
 from nsa.backends.triton.launch import layout
 from nsa.backends.triton.tiles import row_contiguous
@@ -29,6 +29,7 @@ from nsa.sequences import Pair
 __all__ = [
     "DecodeTile",
     "DenseStore",
+    "GateLayer",
     "Hyperparameters",
     "Mlp",
     "Norm",

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nsa.backends.triton.decode.common import cosine_and_sine, end_of, follow, place_of, store_row
+from nsa.backends.triton.decode.common import cosine_and_sine, end_of, place_of, store_row
 
 
 @triton.jit
@@ -77,12 +78,16 @@ def append_kernel(
     PAGE: tl.constexpr, ROTATE_RAW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = DK // 2
-    follow(PDL)
+    if PDL:
+        gdc_launch_dependents()
     i_b = (tl.program_id(0) // T).to(tl.int64)
     i_t = tl.program_id(0) % T
     i_task = tl.program_id(1)
     position = tl.load(start + i_b) + i_t
     cos, sin = angles_at(frequencies, position + position_offset, HALF, BLOCK_HALF)
+    # Lengths are older than the launch before this one, which makes what is appended.
+    if PDL:
+        gdc_wait()
     if i_task < N_HEAD_TILES:
         o_h = i_task * HEAD_TILE + tl.arange(0, HEAD_TILE)
         o_d = tl.arange(0, BLOCK_HALF)

@@ -11,8 +11,9 @@ Stores. A store `[B, places, G, D]` is contiguous, or with a table `[pages, PAGE
 `i * PAGE` to `(i + 1) * PAGE` in page `table[b, i]`. In fp8 it holds the bytes of e4m3, and `scale [B, places, G]`
 beside it what they are multiplied by. `place_of`, `load_tokens` and `store_row` alone know of this.
 
-Programmatic dependent launch. On GPUs that have it (`PDL`), a launch starts while the one before it drains. It waits
-for that one's results in `follow`, and only then lets its own successor start; so all earlier launches are complete.
+Programmatic dependent launch. On GPUs that have it (`PDL`), a launch starts while the one before it runs, and waits
+for its results. If the next launch waits likewise, it may be let before that (`let_and_follow`). If not, because it
+goes by counters, it must be let afterwards (`follow`): all that comes before the two is complete then.
 
 Counters. `arrivals [B*G, 3]`, zero before the step, count the CTAs of the first three launches of the attention that
 are done with a batch row and group. A launch waits for its own batch row and group alone; when it starts, all CTAs of
@@ -34,6 +35,14 @@ def follow(PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def let_and_follow(PDL: tl.constexpr):
+    """Let the next launch start, and wait for the launch before this one."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

@@ -53,7 +53,6 @@ def compressed_split_kernel(
     """One split of `SPLIT_TILES` tiles: partial output, or with `DV = 0` maximum and sum alone; with `POOL`,
     probabilities pooled to selection blocks."""
     BLOCK_J: tl.constexpr = BLOCK_N // R_PAD
-    follow(PDL)
     i_g = tl.program_id(0) % G
     i_m = tl.program_id(0) // G % ROW_TILES
     i_s = tl.program_id(0) // (G * ROW_TILES) % N_SPLITS
@@ -64,6 +63,8 @@ def compressed_split_kernel(
     end = last_of(start, counts, limits, i_b, max_len, ROWS // H)
     o_seen = complete_blocks(position_of(start, i_b, tl.minimum(o_r, ROWS - 1) // H, end), BLOCK, STRIDE)
     n_seen = tl.max(o_seen, 0)
+    # Of what is read before, nothing comes from the launch before this one.
+    follow(PDL)
 
     i_slot = i_bg * SLOTS + i_s
     first = i_s * SPLIT_TILES

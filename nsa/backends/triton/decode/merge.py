@@ -2,6 +2,9 @@
 
     o[row] = sum_slot gate[branch] / sum[branch] * 2^(max[slot] - max[branch]) * partial_o[slot, row]
 
+Gates are given, or by the last layer of a gate, `sigmoid(weight @ hidden + bias)`, which is computed while other
+launches run.
+
 Grid (B*G * rows), a warp each. With `lengths` the first CTA of a batch row also takes the step's tokens in for good; no
 CTA that is still running reads them.
 """
@@ -32,25 +35,52 @@ def of_branch(o_s, cmp, win, sel, N_CMP: tl.constexpr, N_WIN: tl.constexpr):
 
 
 @triton.jit
+def open_gates(
+    p_hidden, weight, bias, i_head, WIDTH: tl.constexpr, BLOCK_U: tl.constexpr,
+):  # fmt: skip
+    """The three gates of a head, of a hidden layer of `WIDTH` units; rounded as by torch's separate kernels."""
+    dtype = weight.dtype.element_ty
+    o_c = tl.arange(0, 4)
+    o_row = i_head * 3 + o_c
+    b_y = tl.zeros([4], tl.float32)
+    for first in tl.static_range(0, WIDTH, BLOCK_U):
+        o_u = first + tl.arange(0, BLOCK_U)
+        b_hidden = tl.load(p_hidden + o_u, mask=o_u < WIDTH, other=0.0).to(tl.float32)
+        m_w = (o_c < 3)[:, None] & (o_u < WIDTH)[None, :]
+        b_w = tl.load(weight + (o_row * WIDTH)[:, None] + o_u[None, :], mask=m_w, other=0.0).to(tl.float32)
+        b_y += tl.sum(b_w * b_hidden[None, :], 1)
+    b_y += tl.load(bias + o_row, mask=o_c < 3, other=0.0).to(tl.float32)
+    b_gate = tl.sigmoid(b_y.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    cmp = tl.sum(tl.where(o_c == 0, b_gate, 0.0), 0)
+    sel = tl.sum(tl.where(o_c == 1, b_gate, 0.0), 0)
+    win = tl.sum(tl.where(o_c == 2, b_gate, 0.0), 0)
+    return cmp, sel, win
+
+
+@triton.jit
 def merge_kernel(
-    partial_o, partial_m, partial_l, gates, o, lengths, high_water, counts, limits, arrivals, max_len,
-    stride_gb, stride_gt, stride_gh, stride_gc,
+    partial_o, partial_m, partial_l, gates, hidden, gate_weight, gate_bias, o, lengths, high_water, counts, limits,
+    arrivals, max_len, stride_gb, stride_gt, stride_gh, stride_gc,
     G: tl.constexpr, H: tl.constexpr, T: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SLOTS: tl.constexpr,
     SLOTS_PAD: tl.constexpr, CHUNK: tl.constexpr, N_CMP: tl.constexpr, N_WIN: tl.constexpr, FIRST: tl.constexpr,
-    LAST: tl.constexpr, CTAS: tl.constexpr, PDL: tl.constexpr,
+    LAST: tl.constexpr, CTAS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_U: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row; without `gates` all of them are 1. Slots from `FIRST` on hold an output; `LAST` counts the `CTAS` of the
-    launch before this one."""
+    """One row; with neither `gates` nor `hidden [B, T, WIDTH]` all gates are 1. Slots from `FIRST` on hold an output;
+    `LAST` counts the `CTAS` of the launch before this one."""
     ROWS: tl.constexpr = T * H
     i_bg = tl.program_id(0) // ROWS
     i_r = tl.program_id(0) % ROWS
     i_b = (i_bg // G).to(tl.int64)
     i_t = i_r // H
     i_head = i_bg % G * H + i_r % H
-    if gates is None:
+    # Gates are older than the launches that this one may overlap with.
+    if hidden is not None:
+        gate_cmp, gate_sel, gate_win = open_gates(
+            hidden + (i_b * T + i_t) * WIDTH, gate_weight, gate_bias, i_head, WIDTH, BLOCK_U
+        )
+    elif gates is None:
         gate_cmp, gate_sel, gate_win = 1.0, 1.0, 1.0
     else:
-        # Gates are older than the launches that this one may overlap with.
         p_g = gates + i_b * stride_gb + i_t * stride_gt + i_head * stride_gh
         gate_cmp = tl.load(p_g).to(tl.float32)
         gate_sel = tl.load(p_g + stride_gc).to(tl.float32)

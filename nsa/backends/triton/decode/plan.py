@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 MAX_ROWS = 64
 # Scores of a tile of the compressed branch: with more, registers spill at 64 rows.
 MAX_TILE_SCORES = 4096
+# CTAs that share the selected blocks of a row and group, in a cache of up to so many tokens and in longer ones.
+SHORT_CACHE, FEW_SPLITS, MANY_SPLITS = 1 << 14, 3, 5
+# Units of a gate's hidden layer that a warp multiplies at once.
+GATE_UNITS = 256
 # Of the selection: floats of pooled probabilities that a warp loads at once, and blocks that are worth another warp.
 POOL_ELEMENTS = 2048
 BLOCKS_PER_WARP = 128
@@ -84,6 +88,14 @@ class Form(NamedTuple):
         return cls(pages.size, pages.table.shape[1], scales is not None)
 
 
+class GateLayer(NamedTuple):
+    """The last layer of a gate: `sigmoid(weight [Hq*3,W] @ hidden [B,T,W] + bias)` are the gates. All contiguous."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+
+
 # fp32 [B,places,G] of keys and values: compressed, selected, window.
 Scales = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -91,14 +103,15 @@ Scales = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Tensor, Tenso
 @dataclass(frozen=True)
 class DecodeTile:
     """`tile_bytes`, `near_bytes`: of one tile of keys. `split`: compressed keys, `window_split`: tokens that one CTA
-    reads, twice as many where a tile has 64 rows; `selected_splits`: CTAs that share the selected blocks. The number of
+    reads, twice as many where a tile has 64 rows; `selected_splits`: CTAs that share the selected blocks, by default
+    few where the cache is so short that there are many rows. The number of
     warps of each kernel, and of tiles in shared memory (`buffers`)."""
 
     tile_bytes: int = 16384
     near_bytes: int = 16384
     split: int = 512
     window_split: int = 256
-    selected_splits: int = 3
+    selected_splits: int | None = None
     warps: int = 4
     buffers: int = 2
     select_warps: int = 8
@@ -119,9 +132,10 @@ class DecodePlan:
         gates: Layout | None,
         how: Hyperparameters,
         tile: DecodeTile,
+        form: Form,
         commits: bool,
         counted: bool,
-        form: Form,
+        gate_width: int,
     ) -> None:
         batch, n_tokens, n_heads, d_k = q.shape
         groups, d_v = compressed[0].shape[2], compressed[1].shape[3]
@@ -151,13 +165,14 @@ class DecodePlan:
             raise CallUnsupported(
                 f"{ratio} strides per selection block, {overlap} per block, {n_columns} selection blocks"
             )
-        select_warps = min(tile.select_warps, max(4, n_columns // BLOCKS_PER_WARP))
+        select_warps = min(tile.select_warps, max(1, n_columns // BLOCKS_PER_WARP))
         span = min(how.window, how.max_len)
         cmp_slots = 0 if how.branch == "win" else n_splits
         window_splits = max(1, span // (tile.window_split * longer)) if how.branch in (None, "win") else 0
         n_forced = how.n_init + how.n_local
         early = window_splits + (selects and n_forced > 0)
-        free_splits = min(tile.selected_splits, how.n_select - n_forced) if selects else 0
+        free_splits = tile.selected_splits or (FEW_SPLITS if how.max_len <= SHORT_CACHE else MANY_SPLITS)
+        free_splits = min(free_splits, how.n_select - n_forced) if selects else 0
         slots = cmp_slots + early + free_splits
         # Of Triton's stages one has no buffer, unless the matmul is Hopper's asynchronous one. There the kernel of the
         # selected blocks gains by another buffer, and the compressed one, whose tile has more scores, does not.
@@ -189,7 +204,8 @@ class DecodePlan:
         overlapping = dependent_launch(device)
         # What a launch is not given is None in all its calls.
         absent = {} if commits else {"lengths": None, "high_water": None}
-        absent |= {"gates": None} if gates is None else {}
+        absent |= {"gates": None} if gates is None or gate_width else {}
+        absent |= {} if gate_width else dict.fromkeys(("hidden", "gate_weight", "gate_bias"))
         ends = {} if counted else {"counts": None}
         ends |= {} if form.page and commits else {"limits": None}
         absent |= ends
@@ -272,7 +288,7 @@ class DecodePlan:
         self.merge = Launch(
             merge_kernel,
             (pairs * rows,),
-            **strides(g_bthc=gates),
+            **strides(g_bthc=None if gate_width else gates),
             **absent,
             max_len=how.max_len,
             G=groups,
@@ -288,6 +304,8 @@ class DecodePlan:
             FIRST=cmp_slots if how.branch == "sel" else 0,
             LAST=0 if how.branch == "cmp" else 2,
             CTAS=row_tiles * (n_splits if how.branch == "cmp" else early + free_splits),
+            WIDTH=gate_width,
+            BLOCK_U=min(GATE_UNITS, triton.next_power_of_2(gate_width)),
             num_warps=1,
             **overlapping,
         )
@@ -298,7 +316,7 @@ class DecodePlan:
         compressed: tuple[Tensor, Tensor],
         selected: tuple[Tensor, Tensor],
         window: tuple[Tensor, Tensor],
-        gates: Tensor | None,
+        gates: Tensor | GateLayer | None,
         start: Tensor,
         arrivals: Tensor,
         pages: Pages | None,
@@ -330,6 +348,8 @@ class DecodePlan:
         if self.branch != "cmp":
             self.attend_near(**near, **partials, **table, **ends)
         gated = {} if gates is None else {"gates": gates}
+        if isinstance(gates, GateLayer):
+            gated = {"hidden": gates.hidden, "gate_weight": gates.weight, "gate_bias": gates.bias}
         self.merge(**gated, o=o, arrivals=arrivals, partial_o=partial_o, **partials, **committed)
         return o, indices
 
@@ -358,10 +378,11 @@ def plan_decode(
     form: Form,
     commits: bool = False,
     counted: bool = False,
+    gate_width: int = 0,
 ) -> DecodePlan:
     """The plan for these layouts; with `commits` it also writes the cache's lengths, with `counted` some tokens may be
-    padding."""
-    return DecodePlan(q, compressed, selected, window, gates, how, tile, commits, counted, form)
+    padding. `gate_width`: if not 0, that of a gate's hidden layer, whose layout `gates` is."""
+    return DecodePlan(q, compressed, selected, window, gates, how, tile, form, commits, counted, gate_width)
 
 
 def step_in_gluon(problem: Problem, block: int, stride: int, select_block: int, n_select: int, window: int) -> bool:

@@ -93,12 +93,12 @@ def select_step_kernel(
         gdc_launch_dependents()
     i_bg = tl.program_id(0) // T
     i_t = tl.program_id(0) % T
-    wait_for(arrivals + i_bg * 3, N_SPLITS * ROW_TILES)
     i_b = i_bg // G
     i_row = i_bg.to(tl.int64) * ROWS + i_t * H
     p_index = indices + ((i_b * T + i_t) * G + i_bg % G).to(tl.int64) * N_SELECT
     position = position_of(start, i_b, i_t, last_of(start, counts, limits, i_b, max_len, T))
     own = position // SELECT_BLOCK
+    wait_for(arrivals + i_bg * 3, N_SPLITS * ROW_TILES)
     if own < N_SELECT:
         o_n = tl.arange(0, N_PAD)
         tl.store(p_index + o_n, tl.where(o_n <= own, o_n, -1), mask=o_n < N_SELECT)

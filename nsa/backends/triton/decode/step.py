@@ -18,6 +18,7 @@ from nsa.backends.triton.decode.emit import inner_kernel, mean_kernel, outer_ker
 from nsa.backends.triton.decode.plan import (
     DecodeTile,
     Form,
+    GateLayer,
     Hyperparameters,
     Pages,
     Scales,
@@ -202,7 +203,7 @@ def as_counts(counts: Tensor | None) -> Tensor | None:
 def decode_step(
     new: Projected,
     stores: Stores,
-    gates: Tensor,
+    gates: Tensor | GateLayer,
     how: Hyperparameters,
     *,
     phi: tuple[Mlp, Mlp] | None,
@@ -211,12 +212,12 @@ def decode_step(
     counts: Tensor | None = None,
     tile: DecodeTile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Append `T` new tokens per row to a cache, and attend from them.
+    """Append `T` new tokens per row to a cache, and attend from them. The launch before must not write the lengths.
 
     Args:
         new: the projections of the new tokens; keys and values of the three branches with the same strides.
         stores: the cache, written in place; its lengths last.
-        gates: `[B,T,Hq,3]`.
+        gates: `[B,T,Hq,3]`, or the layer that computes them.
         how: the hyperparameters and `max_len`. A token at or past `max_len` is dropped.
         phi: the MLPs that compress keys and values; None: the mean.
         rotate_raw: raw keys are rotated before they are compressed, not after.
@@ -244,9 +245,11 @@ def decode_step(
     tail = {"tail_k": stores.tail[0], "tail_v": stores.tail[1]}
     angles = {"frequencies": stores.frequencies, "position_offset": position_offset}
     rotated = torch.empty(plan.q_shape, dtype=q.dtype, device=q.device)
+    gated, width = (gates.hidden, gates.hidden.shape[2]) if isinstance(gates, GateLayer) else (gates, 0)
     attention = plan_decode(
-        layout(rotated), *laid[1:], layout(gates), how, tile or DecodeTile(), form, commits=True, counted=counted
-    )
+        layout(rotated), *laid[1:], layout(gated), how, tile or DecodeTile(), form, commits=True, counted=counted,
+        gate_width=width,
+    )  # fmt: skip
     shape, dtype, device = attention.arrivals
     arrivals = torch.empty(shape, dtype=dtype, device=device)
     plan.append(
