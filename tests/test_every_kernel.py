@@ -72,6 +72,8 @@ def test_every_kernel_is_sanitized(launches: Launches) -> None:
     by_block = ("hopper_block_kernel", "hopper_block_backward_kernel")
     for kernel in by_block:
         assert launches.values(kernel, "VARLEN") == {False, True}
+    # Linear layers of few rows, and of more.
+    assert min(launches.values("linear_kernel", "BLOCK_M")) < 16 <= max(launches.values("linear_kernel", "BLOCK_M"))
     # Queries that start at a position of their own.
     for kernel in ("hopper_forward_kernel", "hopper_dkv_kernel", *by_block):
         assert {start is None for start in launches.values(kernel, "p_start")} == {False, True}

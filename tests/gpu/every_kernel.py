@@ -21,15 +21,17 @@ import torch
 from helpers import Case, branches, random_inputs
 from torch import Tensor
 
-from nsa import NSAAttention, NSAConfig, PagedNSACache
+from nsa import NSAConfig, PagedNSACache
 from nsa.backends.gluon import tiles
 from nsa.backends.triton import branches as together
 from nsa.backends.triton import combine, compress, prepare, ranged, ranged_backward, selected, selection
 from nsa.backends.triton.decode import linear, plan, step
+from nsa.backends.triton.greedy import most_likely
 from nsa.backends.triton.launch import Layout
 from nsa.backends.triton.row_statistics import row_statistics
 from nsa.backends.triton.selected import index
 from nsa.backends.triton.tiles import Visibility, capability
+from nsa.model import LM, LMConfig
 from nsa.sequences import Saved, Upstream
 
 DEVICE = "cuda"
@@ -137,7 +139,7 @@ def linear_into_zeros(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def decode(n_tokens: int, shape: tuple[int, int, int], phi: str, form: dict[str, Any]) -> None:
-    """Steps of a layer past a border of blocks, in rows of uneven lengths of which one does not have all tokens."""
+    """Steps of a model past a border of blocks, in rows of uneven lengths of which one does not have all tokens."""
     hyperparameters: dict[str, Any] = {
         "l": 32,
         "d": 16,
@@ -151,17 +153,19 @@ def decode(n_tokens: int, shape: tuple[int, int, int], phi: str, form: dict[str,
     n_heads, n_groups, head_dim = shape
     heads: dict[str, Any] = {"n_heads": n_heads, "n_kv_groups": n_groups, "d_k": head_dim, "d_v": head_dim}
     config = NSAConfig(dim=64, **heads, backend="triton", **hyperparameters)
-    layer = NSAAttention(config).to(DEVICE, torch.bfloat16)
-    cache = layer.new_cache(2, 320, **form)
-    if isinstance(cache, PagedNSACache):
-        cache.allocate([320, 320])
-    x = torch.randn(2, 300, config.dim, device=DEVICE, dtype=torch.bfloat16)
+    model = LM(LMConfig(vocab_size=70, n_layers=2, hidden=96, seq_len=320, attn=config)).to(DEVICE, torch.bfloat16)
+    caches = model.new_cache(2, 320, **form)
+    for cache in caches:
+        if isinstance(cache, PagedNSACache):
+            cache.allocate([320, 320])
+    tokens = torch.randint(70, (2, 300), device=DEVICE)
     real = torch.arange(300, device=DEVICE) >= torch.tensor([[0], [210]], device=DEVICE)
+    counts = torch.tensor([n_tokens, n_tokens - 1], device=DEVICE)
     with torch.no_grad(), mock.patch("torch.nn.functional.linear", linear_into_zeros):
-        layer(x, attention_mask=real, cache=cache)
-        for _ in range(3):
-            layer(x[:, :n_tokens], attention_mask=real[:, -n_tokens:], cache=cache)
-        layer(x[:, :n_tokens], attention_mask=real[:, :n_tokens], cache=cache)
+        model.hidden(tokens, attention_mask=real, caches=caches)
+        for given in (None, None, None, counts):
+            x = model.hidden(tokens[:, :n_tokens], counts=given, caches=caches)
+            most_likely(model.logits(x))
     torch.cuda.synchronize()
 
 

@@ -23,7 +23,7 @@ from nsa.backends.triton.decode import Norm, Weights, linear_step
 from nsa.backends.triton.decode.linear import FEWEST_ROWS
 from nsa.backends.triton.launch import Launch
 from nsa.compression import Compression
-from nsa.model import DenseAttention, transformer
+from nsa.model import LM, DenseAttention, transformer
 from nsa.model.config import LMConfig
 from nsa.model.transformer import Layer, SwiGLU
 
@@ -304,3 +304,57 @@ def test_a_failure_after_the_attention_is_made_good(monkeypatch: pytest.MonkeyPa
     assert_near(steps(automatic, x), expected)
     # The second step knows.
     assert len(failed) == 1
+
+
+def new_model() -> LM:
+    torch.manual_seed(0)
+    attention = NSAConfig(**ATTENTION)
+    return LM(LMConfig(vocab_size=37, seq_len=32, n_layers=3, hidden=40, attn=attention)).to(DEVICE).eval()
+
+
+@pytest.fixture
+def linears(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Every launch of a linear kernel."""
+    run, launched = Launch.__call__, []
+
+    def note(self: Launch, **free: Any) -> None:
+        if self.kernel.__name__ == "linear_kernel":
+            launched.append(self)
+        run(self, **free)
+
+    monkeypatch.setattr(Launch, "__call__", note)
+    return launched
+
+
+def test_the_head_of_a_few_rows_is_one_launch(linears: list[Launch]) -> None:
+    model = new_model()
+    x = torch.randn(2, 3, 24, device=DEVICE)
+    with torch.no_grad():
+        assert_near(model.logits(x), F.linear(x, model.head_weight))
+        assert len(linears) == 1
+        # More rows, and gradients, are torch's.
+        many = torch.randn(3, 11, 24, device=DEVICE)
+        assert torch.equal(model.logits(many), F.linear(many, model.head_weight))
+    assert model.logits(x).requires_grad
+    assert len(linears) == 1
+
+
+def test_a_failure_of_the_head_is_that_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = new_model()
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise triton_backend.BackendFailure("no room")
+
+    monkeypatch.setattr(triton_backend, "linear_step", fail)
+    with pytest.raises(triton_backend.BackendFailure), torch.no_grad():
+        model.logits(torch.randn(1, 1, 24, device=DEVICE))
+
+
+def test_only_the_first_layer_waits_before_it_loads_weights(linears: list[Launch]) -> None:
+    """Something else may have written them before the step, but not between its layers."""
+    model = new_model()
+    with torch.no_grad():
+        model.hidden(torch.zeros(1, 1, dtype=torch.long, device=DEVICE), caches=model.new_cache(1, 4))
+    waits = [launch.bound["FIRST"] for launch in linears]
+    assert len(waits) == 4 * len(model.layers)
+    assert waits == [True] + [False] * (len(waits) - 1)

@@ -2,7 +2,7 @@
 
     token[row] = the first of the greatest logits; -1 where one is not finite
 
-`chunk_kernel`, grid (chunks, rows), finds the greatest of a chunk; `row_kernel`, grid (rows), that of the chunks.
+`greedy_chunk_kernel`, grid (chunks, rows), finds the greatest of a chunk; `greedy_row_kernel`, grid (rows), that of the chunks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COLUMNS_PER_CTA = 1024
 
 
 @triton.jit
-def chunk_kernel(logits, top, first, n_columns, n_chunks, CHUNK: tl.constexpr):
+def greedy_chunk_kernel(logits, top, first, n_columns, n_chunks, CHUNK: tl.constexpr):
     i_chunk = tl.program_id(0)
     i_row = tl.program_id(1).to(tl.int64)
     o_x = i_chunk * CHUNK + tl.arange(0, CHUNK)
@@ -34,7 +34,7 @@ def chunk_kernel(logits, top, first, n_columns, n_chunks, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def row_kernel(top, first, token, n_columns, n_chunks, CHUNKS_PAD: tl.constexpr):
+def greedy_row_kernel(top, first, token, n_columns, n_chunks, CHUNKS_PAD: tl.constexpr):
     i_row = tl.program_id(0).to(tl.int64)
     o_c = tl.arange(0, CHUNKS_PAD)
     b_top = tl.load(top + i_row * n_chunks + o_c, mask=o_c < n_chunks, other=float("-inf"))
@@ -49,8 +49,8 @@ def plan(logits: Layout) -> tuple[int, Launch, Launch]:
     n_rows, n_columns = logits.shape
     n_chunks = triton.cdiv(n_columns, COLUMNS_PER_CTA)
     counts = {"n_columns": n_columns, "n_chunks": n_chunks}
-    by_chunk = Launch(chunk_kernel, (n_chunks, n_rows), **counts, CHUNK=COLUMNS_PER_CTA, num_warps=4)
-    by_row = Launch(row_kernel, (n_rows,), **counts, CHUNKS_PAD=triton.next_power_of_2(n_chunks), num_warps=1)
+    by_chunk = Launch(greedy_chunk_kernel, (n_chunks, n_rows), **counts, CHUNK=COLUMNS_PER_CTA, num_warps=4)
+    by_row = Launch(greedy_row_kernel, (n_rows,), **counts, CHUNKS_PAD=triton.next_power_of_2(n_chunks), num_warps=1)
     return n_chunks, by_chunk, by_row
 
 
