@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nsa.attention import NSAAttention
     from nsa.compression import Compression
 
-# With more rows cuBLAS is the better matmul, and of large weights with more than two.
+# With more rows cuBLAS is the better matmul, and with fewer of large weights.
 MAX_LINEAR_ROWS, ANY_SIZE_ROWS = 32, 2
 MAX_LINEAR_BYTES = 1 << 24
 # Methods that the kernels replace; a subclass may override them.
@@ -73,7 +73,7 @@ def fused_step(
     """
     if not isinstance(position_offset, int) or not fits(layer, x, cache):
         return None
-    c = layer.config
+    c, counts = layer.config, as_counts(counts)
 
     def launch() -> tuple[Tensor, Tensor, Tensor | None]:
         decode, _ = triton.load("decode")
@@ -96,6 +96,11 @@ def fused_step(
         return o, indices, gates if norm is None else None
 
     return run_step("decode_step", launch, c, x, cache, counts)
+
+
+def as_counts(counts: Tensor | None) -> Tensor | None:
+    """`counts [B]` as the kernels take them, contiguous int64: a plan is not keyed by their layout."""
+    return None if counts is None else counts.long().contiguous()
 
 
 def run_step(

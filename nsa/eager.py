@@ -46,15 +46,21 @@ METHODS |= {"split_keys", "split_values", "activate", "activate_backward", "mlp"
 FEW_TOKENS = 4096
 
 
+def is_plain_call(*tensors: Tensor) -> bool:
+    """Whether nothing but autograd could tell what is called with these tensors: no compiler, mode, transform or hook
+    sees the operations, and no tensor is of a class with operations of its own."""
+    if torch.compiler.is_compiling() or not all(type(x) in PLAIN for x in tensors):
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return False
+    return not (forward_ad._current_level >= 0 or _has_any_global_hook() or torch._C._is_tracing())
+
+
 def parameters_of(layer: NSAAttention, x: Tensor) -> list[Tensor] | None:
     """The layer's parameters in the order of `layer.parameters()`, or None if something but autograd could tell this
     path from a call of the layer's modules. A layer that is partly frozen saves less by its modules."""
     c = layer.config
-    if torch.compiler.is_compiling() or type(x) not in PLAIN or c.force_branch is not None or c.branch_norm:
-        return None
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
-        return None
-    if forward_ad._current_level >= 0 or _has_any_global_hook() or torch._C._is_tracing():
+    if c.force_branch is not None or c.branch_norm or not is_plain_call(x):
         return None
     found: list[Tensor] = []
     children: dict[str, nn.Module] = layer.__dict__["_modules"]

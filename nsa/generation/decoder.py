@@ -1,9 +1,9 @@
 """The decode step: everything it reads and writes stays on the device at fixed addresses, so that it can be replayed.
 
 A step feeds each row its last token, and with prompt lookup a draft of the next ones, and picks a token at every
-position. Draft tokens that equal the picks before them are kept, and so is the first pick after them: exactly the
-tokens that single steps would have picked, for greedy decoding and for sampling alike, because the random number of
-each token depends on the row and the token's index alone.
+position. Draft tokens that equal the picks before them are kept, and so is the first pick after them: up to rounding,
+which depends on the number of rows, the tokens that single steps would have picked, for greedy decoding and for
+sampling alike, because the random number of each token depends on the row and the token's index alone.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from nsa.backends import triton
 from nsa.cache import NewTokens, Pair, RowCache, Store
 from nsa.cache.store import pair_of
 from nsa.config import NSAConfig, require
-from nsa.decoding import is_plain_step, run_step
+from nsa.decoding import as_counts, is_plain_step, run_step
 from nsa.dtypes import HALF_DTYPES
 from nsa.geometry import query_positions
 from nsa.rope import Angles, Rope
@@ -153,6 +153,7 @@ class DenseAttention(nn.Module):
         dense = own and type(cache) is DenseCache and cache.config == self.config
         if not is_plain_step(x, self.q_proj.weight.dtype, cache) or not dense or self.rope != cache.rope:
             return None
+        counts = as_counts(counts)
 
         def launch() -> Tensor:
             q, k, v = (project or self.project)(x)

@@ -22,17 +22,17 @@ from nsa.backends.problem import Problem
 from nsa.backends.routing import BackendFailure, router
 from nsa.cache import NSACache, RowCache
 from nsa.config import NSAConfig
-from nsa.decoding import few_rows, fused_step, kernels_run, norm_of, step_problem
-from nsa.eager import METHODS, is_plain_linear
+from nsa.decoding import as_counts, few_rows, fused_step, kernels_run, norm_of, step_problem
+from nsa.eager import METHODS, is_plain_call, is_plain_linear
 from nsa.model.dense import DenseAttention, DenseCache
 
 if TYPE_CHECKING:
     from nsa.model.transformer import LM, Layer
 
 
-def fused_layer(layer: Layer, x: Tensor, cache: RowCache, counts: Tensor | None) -> Tensor | None:
+def fused_layer(layer: Layer, x: Tensor, cache: RowCache, counts: Tensor | None, first: bool = True) -> Tensor | None:
     """`layer(x [B,T,dim], cache=cache)`, of whose tokens the first `counts [B]` are real; None where its modules must
-    run, and the cache is as it was.
+    run, and the cache is as it was. The launches before a layer that is not `first` have not written its weights.
 
     Raises:
         ValueError: The tokens do not fit into the cache.
@@ -50,7 +50,9 @@ def fused_layer(layer: Layer, x: Tensor, cache: RowCache, counts: Tensor | None)
     falls_back = c.backend == "auto" and not c.strict
     if falls_back and router().failed and (step_problem(c, x, cache.max_len), "linear_step") in router().failed:
         return None
-    o = attention_step(layer, x, cache, counts)
+    # Now: the cast is a launch, and those of the step do not wait for it.
+    counts = as_counts(counts)
+    o = attention_step(layer, x, cache, counts, first)
     if o is None:
         return None
     o = o.flatten(2)
@@ -63,22 +65,25 @@ def fused_layer(layer: Layer, x: Tensor, cache: RowCache, counts: Tensor | None)
 
 
 def fused_head(model: LM, x: Tensor) -> Tensor | None:
-    """`model.logits(x)` in one launch, for a few rows `[B,T,dim]`; None where torch multiplies them."""
+    """`model.logits(x)` in one launch, for a few rows `[B,T,dim]` or `[B,dim]`; None where torch multiplies them."""
     c, weight = model.config.attn, model.head_weight
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+    if not is_plain_call(x, weight) or torch.is_autocast_enabled(x.device.type) or x.dim() not in (2, 3):
         return None
-    if x.dim() != 3 or not few_rows(x, weight):
+    rows = x if x.dim() == 3 else x[:, None]
+    if not few_rows(rows, weight):
         return None
-    problem = step_problem(c, x, 1)
-    if not kernels_run(problem, c.backend) or (problem, "linear_step") in router().failed:
+    problem = step_problem(c, rows, 1)
+    falls_back = c.backend == "auto" and not c.strict
+    if not kernels_run(problem, c.backend) or (falls_back and (problem, "linear_step") in router().failed):
         return None
 
     def launch() -> Tensor:
         decode, _ = triton.load("decode")
-        logits: Tensor = triton.linear_step(x, decode.Weights(weight), first=True)[0]
+        logits: Tensor = triton.linear_step(rows, decode.Weights(weight), first=True)[0]
         return logits
 
-    return unless_it_fails(launch, c, problem)
+    logits = unless_it_fails(launch, c, problem)
+    return None if logits is None else logits.view(*x.shape[:-1], -1)
 
 
 def unless_it_fails(launch: Callable[[], Tensor], config: NSAConfig, problem: Problem) -> Tensor | None:
@@ -105,12 +110,12 @@ def after_attention(layer: Layer, x: Tensor, o: Tensor) -> Tensor:
     return x
 
 
-def attention_step(layer: Layer, x: Tensor, cache: RowCache, counts: Tensor | None) -> Tensor | None:
+def attention_step(layer: Layer, x: Tensor, cache: RowCache, counts: Tensor | None, first: bool) -> Tensor | None:
     """The attention's output before its last projection, of `x` before the norm."""
     attention, norm = layer.attention, layer.attention_norm
     if type(attention) is NSAAttention and isinstance(cache, NSACache):
         attention.check(x, None, None, cache, 0)
-        stepped = fused_step(attention, x, cache, counts, 0, norm=norm, plain=True, first=layer.first)
+        stepped = fused_step(attention, x, cache, counts, 0, norm=norm, plain=True, first=first)
         return None if stepped is None else stepped[0]
     if type(attention) is DenseAttention and isinstance(cache, DenseCache):
         c, linears = attention.config, (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -120,7 +125,7 @@ def attention_step(layer: Layer, x: Tensor, cache: RowCache, counts: Tensor | No
         def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             decode, _ = triton.load("decode")
             weights = [decode.Weights(linear.weight) for linear in linears]
-            q, k, v = triton.linear_step(x, *weights, norm=norm_of(decode, norm), first=layer.first)
+            q, k, v = triton.linear_step(x, *weights, norm=norm_of(decode, norm), first=first)
             return q.unflatten(-1, (-1, c.d_k)), k.unflatten(-1, (-1, c.d_k)), v.unflatten(-1, (-1, c.d_v))
 
         return attention.fused_step(x, cache, counts, project)

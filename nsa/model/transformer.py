@@ -145,10 +145,13 @@ class LM(nn.Module):
             self.check_caches(caches, tokens, **given)
         x = self.embedding(tokens)
         run, _ = self.parts(cached=caches is not None)
-        recompute = self.recompute and self.training and caches is None
-        for index, layer in enumerate(self.layers):
-            cache = None if caches is None else caches[index]
-            x = run(layer, x, cache, recompute, **given)
+        for index, layer in enumerate(self.blocks):
+            if caches is None:
+                x = run(layer, x, self.recompute and self.training, **given)
+            else:
+                # Nothing but a hook could write a layer's weights after the layer before it.
+                hooked = layer._forward_pre_hooks or self.blocks[index - 1]._forward_hooks
+                x = layer(x, cache=caches[index], first=index == 0 or bool(hooked), **given)
         return self.norm(x)
 
     def check_caches(
@@ -350,32 +353,36 @@ class LM(nn.Module):
         return sum(cache.bytes_read_per_step(length) for cache in caches)
 
 
-def apply_layer(layer: Layer, x: Tensor, cache: Cache | None, recompute: bool, **given: Tensor | None) -> Tensor:
+def apply_layer(layer: Layer, x: Tensor, recompute: bool, **given: Tensor | None) -> Tensor:
     if recompute:
         return cast(Tensor, checkpoint(partial(layer, **given), x, use_reentrant=False))
-    return cast(Tensor, layer(x, cache=cache, **given))
+    return cast(Tensor, layer(x, **given))
 
 
 class Layer(nn.Module):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`; `index`: its place in the model."""
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
 
     def __init__(self, config: LMConfig, index: int) -> None:
         super().__init__()
         dim = config.attn.dim
-        # Between layers, nothing writes weights.
-        self.first = index == 0
         self.attention_norm = RMSNorm(dim, config.norm_eps)
         self.attention = new_attention(config, index)
         self.mlp_norm = RMSNorm(dim, config.norm_eps)
         self.mlp = SwiGLU(dim, config.hidden)
 
     def forward(
-        self, x: Tensor, *, cache: Cache | None = None, counts: Tensor | None = None, **given: Tensor | None
+        self,
+        x: Tensor,
+        *,
+        cache: Cache | None = None,
+        counts: Tensor | None = None,
+        first: bool = True,
+        **given: Tensor | None,
     ) -> Tensor:
-        """`counts [B]`: how many of a cached step's tokens `x [B, S, dim]` are real, the first ones; `given`: what else
-        the attention takes."""
+        """`counts [B]`: how many of a cached step's tokens `x [B, S, dim]` are real, the first ones; `first`: the
+        launches before may have written the weights; `given`: what else the attention takes."""
         if cache is not None and given.get("attention_mask") is None:
-            stepped = fused_layer(self, x, cache, counts)
+            stepped = fused_layer(self, x, cache, counts, first)
             if stepped is not None:
                 return stepped
             if counts is not None:

@@ -28,9 +28,9 @@ class SlotBatch:
         captured = can_capture(model, Options(max_new_tokens=1, cuda_graph=cuda_graph))
         self.caches = model.new_cache(n_slots, max_len, static=captured, max_rollback=1)
         self.prompt_caches = model.new_cache(1, max_len, max_rollback=1)
-        # What the step feeds: each slot's last token, and which slots are in use.
+        # What the step feeds: each slot's last token, or nothing where the slot is not in use.
         self.tokens = torch.zeros(n_slots, 1, dtype=torch.long, device=device)
-        self.used = torch.zeros(n_slots, 1, dtype=torch.bool, device=device)
+        self.counts = torch.zeros(n_slots, dtype=torch.long, device=device)
         self.logits = torch.zeros(n_slots, model.config.vocab_size, dtype=model.head_weight.dtype, device=device)
         self.replay = Replay(self.run, capture=captured)
 
@@ -54,12 +54,12 @@ class SlotBatch:
             for buffer, row in zip(cache.buffers(), prompt.buffers(), strict=True):
                 buffer[slot].copy_(row[0])
             cache.longest = max(cache.longest, prompt.longest)
-        self.used[slot] = True
+        self.counts[slot] = 1
 
     @torch.inference_mode()
     def release(self, slot: int) -> None:
         """Empty a slot, so that steps read nothing for it."""
-        self.used[slot] = False
+        self.counts[slot] = 0
         row = torch.tensor([slot], device=self.device)
         for cache in self.caches:
             cache.reset(row)
@@ -73,5 +73,5 @@ class SlotBatch:
         return self.logits
 
     def run(self) -> None:
-        x = self.model.hidden(self.tokens, attention_mask=self.used, caches=self.caches)
+        x = self.model.hidden(self.tokens, counts=self.counts, caches=self.caches)
         self.logits.copy_(self.model.logits(x[:, -1]))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nsa import NSAAttention, NSAConfig, ops, replay
+from nsa import NSAAttention, NSAConfig, attention_replay, eager, ops
 from nsa.backends.routing import router
 from nsa.captures import CALLS_BEFORE, Captures
 from nsa.eager import LayerReplay
@@ -48,7 +48,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     class Off:
         def __enter__(self) -> None:
-            monkeypatch.setattr(replay, "MAX_REPLAYED", 0)
+            monkeypatch.setattr(eager, "MAX_LAYER", 0)
+            monkeypatch.setattr(attention_replay, "MAX_ATTENTION", 0)
 
         def __exit__(self, *_: object) -> None:
             monkeypatch.undo()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from interpreted import DEVICE
 
 from nsa.backends.triton import greedy
 from nsa.backends.triton.greedy import most_likely
+from nsa.generation import sampling
 from nsa.generation.options import Options
 from nsa.generation.sampling import pick
 
@@ -35,3 +38,10 @@ def test_it_is_what_torch_picks(data: st.DataObject) -> None:
             logits[data.draw(st.integers(0, rows - 1)), 0, data.draw(st.integers(0, columns - 1))] = value
     found = most_likely(logits.to(DEVICE))
     assert torch.equal(found.cpu(), pick(logits, None, GREEDY))
+
+
+def test_it_picks_unless_there_is_a_penalty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "fused", lambda x: True)
+    logits, seen = torch.tensor([[1.0, 3.0, 2.9]], device=DEVICE), torch.tensor([[False, True, False]], device=DEVICE)
+    assert pick(logits, None, GREEDY).tolist() == [1]
+    assert pick(logits, None, replace(GREEDY, repetition_penalty=1.5), seen).tolist() == [2]

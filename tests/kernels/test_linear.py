@@ -19,11 +19,11 @@ from nsa import NSAConfig, decoding
 from nsa.attention import Gate
 from nsa.backends import routing
 from nsa.backends import triton as triton_backend
-from nsa.backends.triton.decode import Norm, Weights, linear_step
+from nsa.backends.triton.decode import Norm, Weights, linear, linear_step, plan
 from nsa.backends.triton.decode.linear import FEWEST_ROWS
 from nsa.backends.triton.launch import Launch
 from nsa.compression import Compression
-from nsa.model import LM, DenseAttention, transformer
+from nsa.model import LM, DenseAttention, step, transformer
 from nsa.model.config import LMConfig
 from nsa.model.transformer import Layer, SwiGLU
 
@@ -88,15 +88,33 @@ def test_a_residual_is_added_and_a_swiglu_is_one_launch(dtype: torch.dtype) -> N
     assert_near(found, F.silu(gate) * value)
 
 
-@pytest.mark.parametrize(("rows", "fewer"), [(FEWEST_ROWS, 1), (FEWEST_ROWS + 5, FEWEST_ROWS + 1)])
-def test_a_row_does_not_depend_on_the_rows_beside_it(rows: int, fewer: int) -> None:
+def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     torch.manual_seed(0)
-    x, norm = normal(rows, 1, 300, dtype=torch.float16), Norm(normal(300, dtype=torch.float16), 1e-5)
+    x, norm = normal(9, 1, 300, dtype=torch.float16), Norm(normal(300, dtype=torch.float16), 1e-5)
     weight = Weights(normal(33, 300, dtype=torch.float16))
     (together,) = linear_step(x, weight, norm=norm)
-    for first in range(rows - fewer + 1):
-        (apart,) = linear_step(x[first : first + fewer].contiguous(), weight, norm=norm)
-        assert torch.equal(together[first : first + fewer], apart)
+    # Fewer are multiplied in another way.
+    n = FEWEST_ROWS + 1
+    for first in range(9 - n + 1):
+        (apart,) = linear_step(x[first : first + n].contiguous(), weight, norm=norm)
+        assert torch.equal(together[first : first + n], apart)
+
+
+@pytest.mark.parametrize("rows", range(1, FEWEST_ROWS + 1))
+def test_few_rows_of_several_tiles(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "LONG_TILE_ROW", 64)
+    monkeypatch.setattr(linear, "LONG_TILE", 256)
+    linear.plan_linear.cache_clear()
+    torch.manual_seed(rows)
+    n_in = 150
+    x, norm = normal(rows, 1, n_in, dtype=torch.float32), Norm(1 + normal(n_in, dtype=torch.float32), 1e-5)
+    weight, residual = normal(42, n_in, dtype=torch.float32, scale=0.1), normal(rows, 1, 42, dtype=torch.float32)
+    (found,) = linear_step(x, Weights(weight, residual[0, 0], "sigmoid"), residual=residual)
+    assert_near(found, residual + F.linear(x, weight, residual[0, 0]).sigmoid())
+    (found,) = linear_step(x, Weights(weight, None, "silu"), norm=norm, paired=True)
+    gate, value = F.linear(F.rms_norm(x, (n_in,), norm.weight, norm.eps), weight).chunk(2, dim=-1)
+    assert_near(found, F.silu(gate) * value)
+    linear.plan_linear.cache_clear()
 
 
 def new_layer(**changes: Any) -> Layer:
@@ -204,6 +222,14 @@ def test_a_step_of_a_layer_takes_few_launches(monkeypatch: pytest.MonkeyPatch) -
     assert len(launched) == 11
 
 
+def test_a_gate_with_a_wide_hidden_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "GATE_UNITS", 16)
+    plan.plan_decode.cache_clear()
+    layer, x = new_layer(gate_hidden=41), torch.randn(2, 10, 24, device=DEVICE)
+    assert_near(steps(layer, x), by_modules(layer, x, None, monkeypatch))
+    plan.plan_decode.cache_clear()
+
+
 def doubled(module: nn.Module) -> None:
     module.forward = lambda x, forward=module.forward: 2 * forward(x)  # type: ignore[method-assign]
 
@@ -306,9 +332,9 @@ def test_a_failure_after_the_attention_is_made_good(monkeypatch: pytest.MonkeyPa
     assert len(failed) == 1
 
 
-def new_model() -> LM:
+def new_model(**changes: Any) -> LM:
     torch.manual_seed(0)
-    attention = NSAConfig(**ATTENTION)
+    attention = NSAConfig(**{**ATTENTION, **changes})
     return LM(LMConfig(vocab_size=37, seq_len=32, n_layers=3, hidden=40, attn=attention)).to(DEVICE).eval()
 
 
@@ -339,15 +365,50 @@ def test_the_head_of_a_few_rows_is_one_launch(linears: list[Launch]) -> None:
     assert len(linears) == 1
 
 
+class Doubled(Tensor):
+    """Multiplies by twice what it holds, as a quantized weight may."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = super().__torch_function__(func, types, args, kwargs or {})
+        return 2 * y.as_subclass(Tensor) if func is F.linear else y
+
+
+def test_a_head_of_a_class_of_its_own_is_asked(linears: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = new_model(), torch.randn(1, 1, 24, device=DEVICE)
+    weight = model.head_weight.detach()
+    monkeypatch.setattr(LM, "head_weight", property(lambda self: weight.as_subclass(Doubled)))
+    with torch.no_grad():
+        assert torch.equal(model.logits(x), 2 * F.linear(x, weight))
+    assert not linears
+
+
 def test_a_failure_of_the_head_is_that_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = new_model()
+    model, x = new_model(), torch.randn(1, 1, 24, device=DEVICE)
+    expected = F.linear(x, model.head_weight)
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise triton_backend.BackendFailure("no room")
 
     monkeypatch.setattr(triton_backend, "linear_step", fail)
-    with pytest.raises(triton_backend.BackendFailure), torch.no_grad():
-        model.logits(torch.randn(1, 1, 24, device=DEVICE))
+    monkeypatch.setattr(step, "kernels_run", lambda problem, backend: True)
+    monkeypatch.setattr(routing.router(), "failed", {})
+    automatic = new_model(backend="auto")
+    with torch.no_grad():
+        assert torch.equal(automatic.logits(x), expected)
+        # What another model has found out is no excuse.
+        for strict in (model, new_model(backend="auto", strict=True)):
+            with pytest.raises(triton_backend.BackendFailure):
+                strict.logits(x)
+
+
+def test_a_layer_whose_hooks_may_write_weights_waits(linears: list[Launch]) -> None:
+    """FSDP gathers a layer's weights in such a hook."""
+    model = new_model()
+    model.layers[1].register_forward_pre_hook(lambda module, args: None)
+    with torch.no_grad():
+        model.hidden(torch.zeros(1, 1, dtype=torch.long, device=DEVICE), caches=model.new_cache(1, 4))
+    assert [launch.bound["FIRST"] for launch in linears[::4]] == [True, True, False]
 
 
 def test_only_the_first_layer_waits_before_it_loads_weights(linears: list[Launch]) -> None:

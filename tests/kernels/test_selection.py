@@ -7,6 +7,8 @@ taken.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,6 +25,7 @@ import triton.language as tl
 from nsa import reference
 from nsa.backends.routing import BackendFailure
 from nsa.backends.triton import selection
+from nsa.backends.triton.launch import layout
 from nsa.sequences import Selection, Sequences
 
 SMALL = selection.SelectionTile(block_m=32, block_n=16, num_warps=4, num_stages=2, rows=8)
@@ -94,6 +97,17 @@ def check(found: Tensor, q: Tensor, k: Tensor, lse: Tensor, hyperparameters: dic
 def test_chooses_what_the_reference_chooses(heads: int, length: int) -> None:
     q, k, lse = inputs(length, heads, 2, 32, DEFAULTS, torch.float16)
     check(kernel(q, k, lse, DEFAULTS), q, k, lse, DEFAULTS)
+
+
+@pytest.mark.parametrize(("heads", "parts"), [(6, (4, 2)), (5, (4, 1)), (12, (8, 4)), (7, (8, 0))])
+def test_heads_are_multiplied_in_two_parts(heads: int, parts: tuple[int, int]) -> None:
+    tile = replace(SMALL, block_m=128)
+    q, k, lse = inputs(75, heads, 2, 32, DEFAULTS, torch.float16)
+    check(kernel(q, k, lse, DEFAULTS, tile=tile), q, k, lse, DEFAULTS)
+    laid = [layout(x) for x in (q, k, lse)]
+    how = {**DEFAULTS, "scale": 1.0, "tile": tile, "varlen": False, "offset": False}
+    (score, _), *_ = selection.SelectionPlan(*laid, **how).chunks
+    assert (score.bound["H_LOW"], score.bound["H_REST"]) == parts
 
 
 @pytest.mark.parametrize("dim", [80, 192])

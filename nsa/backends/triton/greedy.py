@@ -2,7 +2,8 @@
 
     token[row] = the first of the greatest logits; -1 where one is not finite
 
-`greedy_chunk_kernel`, grid (chunks, rows), finds the greatest of a chunk; `greedy_row_kernel`, grid (rows), that of the chunks.
+`greedy_chunk_kernel`, grid (rows, chunks), finds the greatest of a chunk; `greedy_row_kernel`, grid (rows), that of
+the chunks.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ COLUMNS_PER_CTA = 1024
 
 @triton.jit
 def greedy_chunk_kernel(logits, top, first, n_columns, n_chunks, CHUNK: tl.constexpr):
-    i_chunk = tl.program_id(0)
-    i_row = tl.program_id(1).to(tl.int64)
+    i_row = tl.program_id(0).to(tl.int64)
+    i_chunk = tl.program_id(1)
     o_x = i_chunk * CHUNK + tl.arange(0, CHUNK)
     b_x = tl.load(logits + i_row * n_columns + o_x, mask=o_x < n_columns, other=float("-inf")).to(tl.float32)
     m_bad = (o_x < n_columns) & ((tl.abs(b_x) < float("inf")) == False)  # noqa: E712  a tensor
@@ -49,7 +50,7 @@ def plan(logits: Layout) -> tuple[int, Launch, Launch]:
     n_rows, n_columns = logits.shape
     n_chunks = triton.cdiv(n_columns, COLUMNS_PER_CTA)
     counts = {"n_columns": n_columns, "n_chunks": n_chunks}
-    by_chunk = Launch(greedy_chunk_kernel, (n_chunks, n_rows), **counts, CHUNK=COLUMNS_PER_CTA, num_warps=4)
+    by_chunk = Launch(greedy_chunk_kernel, (n_rows, n_chunks), **counts, CHUNK=COLUMNS_PER_CTA, num_warps=4)
     by_row = Launch(greedy_row_kernel, (n_rows,), **counts, CHUNKS_PAD=triton.next_power_of_2(n_chunks), num_warps=1)
     return n_chunks, by_chunk, by_row
 

@@ -10,7 +10,8 @@ of dense attention, by the first and the last. `linear.py` has the layer's matmu
 norms, activations and residuals around them.
 
 Lengths are read on the device alone, and grids follow from the cache's capacity: a captured step can be replayed at any
-length. Results are bitwise deterministic and do not depend on the other rows of the batch (`plan.py`).
+length. Results are bitwise deterministic, and those of the attention do not depend on the other rows of the batch
+(`plan.py`).
 """
 
 from __future__ import annotations

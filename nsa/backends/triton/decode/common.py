@@ -12,8 +12,10 @@ Stores. A store `[B, places, G, D]` is contiguous, or with a table `[pages, PAGE
 beside it what they are multiplied by. `place_of`, `load_tokens` and `store_row` alone know of this.
 
 Programmatic dependent launch. On GPUs that have it (`PDL`), a launch starts while the one before it runs, and waits
-for its results. If the next launch waits likewise, it may be let before that (`let_and_follow`). If not, because it
-goes by counters, it must be let afterwards (`follow`): all that comes before the two is complete then.
+for its results. If the launch after it waits likewise, it triggers that one before it waits (`trigger_then_wait`). If
+not, because that one waits by counters, it triggers it afterwards (`wait_then_trigger`): when that one starts, all that
+comes before the two is complete. Rows' lengths and `counts` are read without waiting: the launch before a step's first
+one must not write them.
 
 Counters. `arrivals [B*G, 3]`, zero before the step, count the CTAs of the first three launches of the attention that
 are done with a batch row and group. A launch waits for its own batch row and group alone; when it starts, all CTAs of
@@ -30,16 +32,16 @@ from nsa.backends.triton.primitives import FLOOR
 
 
 @triton.jit
-def follow(PDL: tl.constexpr):
-    """Wait for the launch before this one, then let the next one start."""
+def wait_then_trigger(PDL: tl.constexpr):
+    """Wait for the launch before this one, then trigger the next one."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
 
 
 @triton.jit
-def let_and_follow(PDL: tl.constexpr):
-    """Let the next launch start, and wait for the launch before this one."""
+def trigger_then_wait(PDL: tl.constexpr):
+    """Trigger the next launch, then wait for the one before this one."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

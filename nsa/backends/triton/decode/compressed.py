@@ -20,12 +20,12 @@ from nsa.backends.triton.decode.common import (
     NONE_SEEN,
     arrive,
     exact_softmax,
-    follow,
     last_of,
     load_step_rows,
     load_tokens,
     position_of,
     store_partials,
+    wait_then_trigger,
 )
 from nsa.backends.triton.selection import complete_blocks
 
@@ -64,7 +64,7 @@ def compressed_split_kernel(
     o_seen = complete_blocks(position_of(start, i_b, tl.minimum(o_r, ROWS - 1) // H, end), BLOCK, STRIDE)
     n_seen = tl.max(o_seen, 0)
     # Of what is read before, nothing comes from the launch before this one.
-    follow(PDL)
+    wait_then_trigger(PDL)
 
     i_slot = i_bg * SLOTS + i_s
     first = i_s * SPLIT_TILES

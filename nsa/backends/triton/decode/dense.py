@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from nsa.backends.triton.decode.plan import DecodeTile, Form, Hyperparameters, plan_decode
-from nsa.backends.triton.decode.step import as_counts, plan_append
+from nsa.backends.triton.decode.step import plan_append
 from nsa.backends.triton.launch import layout
 from nsa.backends.triton.tiles import row_contiguous
 from nsa.sequences import Pair
@@ -50,18 +50,20 @@ def dense_step(
 ) -> Tensor:
     """Append `T` new tokens per row to a cache, and attend from them to all up to their own.
 
+    The launch before must write neither the cache's lengths nor `counts` (`common.py`).
+
     Args:
         q: `[B,T,Hq,Dk]`, like the keys not rotated.
         new: keys and values `[B,T,G,D]`.
         store: the cache, written in place; its lengths last.
         scale: of the scores.
         max_len: tokens that the cache holds. A token at or past `max_len` is dropped.
-        counts: integers `[B]`, how many of the `T` tokens are real, the first ones.
+        counts: int64 `[B]`, contiguous, how many of the `T` tokens are real, the first ones.
 
     Returns:
         `o [B,T,Hq,Dv]`.
     """
-    q, counts = row_contiguous(q), as_counts(counts)
+    q = row_contiguous(q)
     (k, v), counted = store.pair, counts is not None
     kv = layout(k), layout(v)
     append = plan_append(layout(q), (layout(new[0]), layout(new[1])), kv, max_len, counted, Form())

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.backends.triton.decode.common import cosine_and_sine, end_of, let_and_follow, place_of, store_row
+from nsa.backends.triton.decode.common import cosine_and_sine, end_of, place_of, store_row, trigger_then_wait
 from nsa.backends.triton.selection import complete_blocks
 
 
@@ -82,7 +82,7 @@ def mean_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One candidate's key or value."""
-    let_and_follow(PDL)
+    trigger_then_wait(PDL)
     o_c = tl.program_id(0) + tl.arange(0, 1)
     o_b, o_g, o_index, m_c = candidate(start, counts, limits, o_c, n_candidates, max_len, G, E, T, BLOCK, STRIDE)
     if tl.max(m_c.to(tl.int32), 0) > 0:
@@ -132,7 +132,7 @@ def inner_kernel(
     BLOCK_DV: tl.constexpr, HIDDEN_K: tl.constexpr, HIDDEN_V: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    let_and_follow(PDL)
+    trigger_then_wait(PDL)
     o_c = tl.program_id(0) * C + tl.arange(0, C)
     o_b, o_g, o_index, m_c = candidate(start, counts, limits, o_c, n_candidates, max_len, G, E, T, BLOCK, STRIDE)
     if tl.max(m_c.to(tl.int32), 0) > 0:
@@ -188,7 +188,7 @@ def outer_kernel(
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr, ROTATE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    let_and_follow(PDL)
+    trigger_then_wait(PDL)
     o_c = tl.program_id(0) * C + tl.arange(0, C)
     o_b, o_g, o_index, m_c = candidate(start, counts, limits, o_c, n_candidates, max_len, G, E, T, BLOCK, STRIDE)
     if tl.max(m_c.to(tl.int32), 0) > 0:

@@ -9,7 +9,7 @@ loads its first tile of them before it waits for the launch before; only the `fi
 whatever wrote weights before the step. Each step is rounded as by torch's separate kernels.
 
 Up to `FEWEST_ROWS` rows are multiplied without tensor cores, which would have a dozen rows of zeros to multiply, by
-tiles of weights that are small and long: hardly anything but their loads is waited for.
+tiles of weights that are small and long: they are bound by the latency of a load.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nsa.backends.gpu import SMALL_SHARED_MEMORY
-from nsa.backends.triton.decode.common import follow
+from nsa.backends.triton.decode.common import wait_then_trigger
 from nsa.backends.triton.decode.plan import dependent_launch
 from nsa.backends.triton.launch import MAX_PLANS, Launch, Layout, layout
 from nsa.backends.triton.tiles import capability
@@ -32,7 +32,7 @@ from nsa.backends.triton.tiles import capability
 MAX_WEIGHTS = 4
 BLOCK_N = 16
 TILE_ROW_BYTES = 512
-# Rows of `x` up to which no tensor cores are used; numbers of a tile of weights then, and of one of its rows.
+# Rows of `x` up to which no tensor cores are used; elements of a tile of weights then, and of one of its rows.
 FEWEST_ROWS, LONG_TILE, LONG_TILE_ROW = 4, 4096, 2048
 LINEAR, SILU, SIGMOID = (tl.constexpr(i) for i in range(3))
 ACTIVATIONS = {None: LINEAR.value, "silu": SILU.value, "sigmoid": SIGMOID.value}
@@ -57,7 +57,7 @@ class Norm(NamedTuple):
 def load_matrix(p, o_row, o_k, n_rows, K: tl.constexpr):
     """`[rows, columns]` of a contiguous matrix with `K` columns; zeros outside."""
     m_x = (o_row < n_rows)[:, None] & (o_k < K)[None, :]
-    return tl.load(p + (o_row * K)[:, None] + o_k[None, :], mask=m_x, other=0.0)
+    return tl.load(p + (o_row.to(tl.int64) * K)[:, None] + o_k[None, :], mask=m_x, other=0.0)
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def linear_kernel(
     bit in `BIASED` is 0.
     """
     if FIRST:
-        follow(PDL)
+        wait_then_trigger(PDL)
     elif PDL:
         # The next launch may load its own weights meanwhile; it waits for all of this one.
         gdc_launch_dependents()
@@ -236,7 +236,7 @@ def linear_step(
         norm: Of the rows of `x`, before.
         residual: `[B, T, N]`, added to the output of the only weight.
         paired: The only weight is that of a SwiGLU, `[2 * N, K]`: gates, then values. Its activation is `silu`.
-        first: The launch before it may be no part of a step, and may have written the weights.
+        first: The launch before it may have written the weights.
 
     Returns:
         The output of each, `[B, T, N]`.

@@ -35,9 +35,7 @@ def of_branch(o_s, cmp, win, sel, N_CMP: tl.constexpr, N_WIN: tl.constexpr):
 
 
 @triton.jit
-def open_gates(
-    p_hidden, weight, bias, i_head, WIDTH: tl.constexpr, BLOCK_U: tl.constexpr,
-):  # fmt: skip
+def open_gates(p_hidden, weight, bias, i_head, WIDTH: tl.constexpr, BLOCK_U: tl.constexpr):
     """The three gates of a head, of a hidden layer of `WIDTH` units; rounded as by torch's separate kernels."""
     dtype = weight.dtype.element_ty
     o_c = tl.arange(0, 4)

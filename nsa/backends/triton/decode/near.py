@@ -16,13 +16,13 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from nsa.backends.triton.decode.common import (
     arrive,
-    follow,
     last_of,
     load_step_rows,
     load_tokens,
     position_of,
     store_partials,
     wait_for,
+    wait_then_trigger,
 )
 from nsa.backends.triton.primitives import FLOOR, online_softmax
 
@@ -159,7 +159,7 @@ def near_kernel(
     `WINDOW_SPLITS` of the window, one of the forced blocks if there are any, and `FREE_SPLITS`. `ALONE`: no launch of
     the attention comes before this one."""
     if ALONE:
-        follow(PDL)
+        wait_then_trigger(PDL)
     elif PDL:
         gdc_launch_dependents()
     units = pairs * ROW_TILES

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 MAX_ROWS = 64
 # Scores of a tile of the compressed branch: with more, registers spill at 64 rows.
 MAX_TILE_SCORES = 4096
-# CTAs that share the selected blocks of a row and group, in a cache of up to so many tokens and in longer ones.
+# CTAs that share the selected blocks of a row and group. Short caches may have so many rows that they fill the GPU, and
+# more CTAs of each only cost more; for a few rows of a long one, more finish sooner.
 SHORT_CACHE, FEW_SPLITS, MANY_SPLITS = 1 << 14, 3, 5
 # Units of a gate's hidden layer that a warp multiplies at once.
 GATE_UNITS = 256
@@ -103,9 +104,8 @@ Scales = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Tensor, Tenso
 @dataclass(frozen=True)
 class DecodeTile:
     """`tile_bytes`, `near_bytes`: of one tile of keys. `split`: compressed keys, `window_split`: tokens that one CTA
-    reads, twice as many where a tile has 64 rows; `selected_splits`: CTAs that share the selected blocks, by default
-    few where the cache is so short that there are many rows. The number of
-    warps of each kernel, and of tiles in shared memory (`buffers`)."""
+    reads, twice as many where a tile has 64 rows; `selected_splits`: CTAs that share the selected blocks, None for a
+    number by the cache's length. The number of warps of each kernel, and of tiles in shared memory (`buffers`)."""
 
     tile_bytes: int = 16384
     near_bytes: int = 16384
@@ -204,7 +204,7 @@ class DecodePlan:
         overlapping = dependent_launch(device)
         # What a launch is not given is None in all its calls.
         absent = {} if commits else {"lengths": None, "high_water": None}
-        absent |= {"gates": None} if gates is None or gate_width else {}
+        absent |= {"gates": None} if gates is None else {}
         absent |= {} if gate_width else dict.fromkeys(("hidden", "gate_weight", "gate_bias"))
         ends = {} if counted else {"counts": None}
         ends |= {} if form.page and commits else {"limits": None}
@@ -288,7 +288,7 @@ class DecodePlan:
         self.merge = Launch(
             merge_kernel,
             (pairs * rows,),
-            **strides(g_bthc=None if gate_width else gates),
+            **strides(g_bthc=gates),
             **absent,
             max_len=how.max_len,
             G=groups,
@@ -381,7 +381,7 @@ def plan_decode(
     gate_width: int = 0,
 ) -> DecodePlan:
     """The plan for these layouts; with `commits` it also writes the cache's lengths, with `counted` some tokens may be
-    padding. `gate_width`: if not 0, that of a gate's hidden layer, whose layout `gates` is."""
+    padding. `gate_width`: that of the hidden layer which gates are computed from, 0 if they are given."""
     return DecodePlan(q, compressed, selected, window, gates, how, tile, form, commits, counted, gate_width)
 
 

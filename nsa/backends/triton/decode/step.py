@@ -195,11 +195,6 @@ def halves(head_dim: int) -> int:
 plan_step = lru_cache(maxsize=MAX_PLANS)(StepPlan)
 
 
-def as_counts(counts: Tensor | None) -> Tensor | None:
-    """`counts [B]` as contiguous int64: a plan is not keyed by their layout."""
-    return None if counts is None else counts.long().contiguous()
-
-
 def decode_step(
     new: Projected,
     stores: Stores,
@@ -212,7 +207,9 @@ def decode_step(
     counts: Tensor | None = None,
     tile: DecodeTile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Append `T` new tokens per row to a cache, and attend from them. The launch before must not write the lengths.
+    """Append `T` new tokens per row to a cache, and attend from them.
+
+    The launch before must write neither the cache's lengths nor `counts` (`common.py`).
 
     Args:
         new: the projections of the new tokens; keys and values of the three branches with the same strides.
@@ -222,12 +219,12 @@ def decode_step(
         phi: the MLPs that compress keys and values; None: the mean.
         rotate_raw: raw keys are rotated before they are compressed, not after.
         position_offset: added to RoPE's positions.
-        counts: integers `[B]`, how many of the `T` tokens are real, the first ones.
+        counts: int64 `[B]`, contiguous, how many of the `T` tokens are real, the first ones.
 
     Returns:
         `o [B,T,Hq,Dv]` and the selected blocks `[B,T,G,n_select]`, as of `decode_attention`.
     """
-    q, counts = row_contiguous(new.q), as_counts(counts)
+    q = row_contiguous(new.q)
     pairs = (stores.tail, stores.compressed, stores.selected, stores.window)
     keys = [(layout(k), layout(v)) for k, v in (new.raw, new.selected, new.window)]
     laid = [(layout(k), layout(v)) for k, v in pairs]
@@ -245,9 +242,9 @@ def decode_step(
     tail = {"tail_k": stores.tail[0], "tail_v": stores.tail[1]}
     angles = {"frequencies": stores.frequencies, "position_offset": position_offset}
     rotated = torch.empty(plan.q_shape, dtype=q.dtype, device=q.device)
-    gated, width = (gates.hidden, gates.hidden.shape[2]) if isinstance(gates, GateLayer) else (gates, 0)
+    gated, width = (None, gates.hidden.shape[2]) if isinstance(gates, GateLayer) else (layout(gates), 0)
     attention = plan_decode(
-        layout(rotated), *laid[1:], layout(gated), how, tile or DecodeTile(), form, commits=True, counted=counted,
+        layout(rotated), *laid[1:], gated, how, tile or DecodeTile(), form, commits=True, counted=counted,
         gate_width=width,
     )  # fmt: skip
     shape, dtype, device = attention.arrivals
