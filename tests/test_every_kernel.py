@@ -79,6 +79,22 @@ def test_every_kernel_is_sanitized(launches: Launches) -> None:
         assert {start is None for start in launches.values(kernel, "p_start")} == {False, True}
 
 
+def test_what_is_stored_by_tma_may_start_from_zeros(launches: Launches) -> None:
+    """Only where Gluon stores it: of other kernels initcheck shall see what they leave unwritten."""
+    script = runpy.run_path(str(ROOT / "tests" / "gpu" / "every_kernel.py"))
+    script["run"].__globals__["DEVICE"] = "cpu"
+    found = {}
+    for name, case in script["CASES"].items():
+        launches.arguments.clear()
+        script["run"](case, torch.bfloat16, script["STARTS"].get(name))
+        forward = launches.arguments.get("hopper_forward_kernel", [])
+        found[name] = any(given["DESC_Q"] for given in forward)
+    assert {name for name, stores in found.items() if stores} == script["STORED_BY_TMA"] - set(script["STEPS"])
+    empty_or_zeros = script["empty_or_zeros"]
+    assert empty_or_zeros(2, 3, dtype=torch.bfloat16, empty=torch.ones).eq(0).all()
+    assert empty_or_zeros(2, 3, dtype=torch.float32, empty=torch.ones).eq(1).all()
+
+
 def numbered(file: Path, start: str) -> int:
     return next(i for i, line in enumerate(file.read_text().splitlines(), 1) if line.startswith(start))
 
